@@ -6,19 +6,19 @@ import libraries, which takes seconds. ``BEGIN`` stands before each. Lines above
     # thread: OWNER/REPOSITORY NUMBER
     # expect: what the explanation says; #1 in it is the number of the line that ends with #1, and
               a $ at its end the end of a line
-    # cure: one of the cures that are offered
+    # cure: code of one of the cures that are offered
     # incurable: no change of the line, or of a line around it, cures it
     # missed: what is not said, or not cured, yet
 
 A program fails at the line that ends with ``#!``.
 """
 
-import ast
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from halfstep._tools.dtype_errors.dtype_error import explain
+from halfstep._tools.line import LineEdit
 
 CORPUS = Path(__file__).parent / "corpus"
 BEGIN = """
@@ -45,7 +45,7 @@ class Hostile(NamedTuple):
         source: Its source without marks.
         marks: The number of the line of each mark.
         said: What the explanation says, in parts.
-        cures: What is offered.
+        cures: Code that is offered.
         is_curable: Whether a change of the line, or of a line around it, cures it.
         is_missed: Whether not all of this is so yet.
     """
@@ -124,13 +124,15 @@ def judge(program: Hostile, folder: Path) -> Judged:
         return Judged(False, said, False, False, "")
     has_line = found.where == f"train.py:{marks['!']}"
     missing = [part for part in said if part not in str(found)]
-    ran = set()
+    ran = []
     for number, cure in enumerate(found.cures):
-        (file := folder / f"{number}.py").write_text(pasted(text, marks["!"], cure))
+        (file := folder / f"{number}.py").write_text(pasted(text, cure.edits))
         if raised_by(file) is None:
-            ran.add(cure)
-    is_cured = (bool(ran) and ran.issuperset(program.cures)) if program.is_curable else None
-    return Judged(has_line, missing, is_cured, not ran.isdisjoint(found.cures[:1]), str(found))
+            ran.append(str(cure))
+    has_each = all(any(part in cure for cure in ran) for part in program.cures)
+    is_cured = (bool(ran) and has_each) if program.is_curable else None
+    does_first = bool(ran) and ran[0] == str(found.cures[0])
+    return Judged(has_line, missing, is_cured, does_first, str(found))
 
 
 def raised_by(file: Path) -> Exception | None:
@@ -146,48 +148,9 @@ def runs(file: Path) -> None:
     exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
 
 
-def pasted(text: str, line: int, cure: str) -> str:
-    """Return a program with a cure at a line."""
-    if "; " in cure and "policy=" not in cure:  # the second change is at a later line
-        cure, _, more = cure.partition("; ")
-        text = pasted(text, line, more)
+def pasted(text: str, edits: tuple[LineEdit, ...]) -> str:
+    """Return a program with edits of its lines."""
     lines = text.split("\n")
-    if at := re.search(r" at line (\d+)$", cure):
-        line, cure = int(at[1]), cure[: at.start()]
-    for decorator, kind, method in re.findall(r"(@halfstep\.\w+\(.*?\)) on (\w+)\.(\w+)", cure):
-        first = lines.index(f"class {kind}(torch.autograd.Function):")
-        where = next(n for n in range(first, len(lines)) if f"def {method}(" in lines[n])
-        lines.insert(where, "    " + decorator)
-    nodes = [node for node in ast.walk(ast.parse(text)) if hasattr(node, "lineno")]
-    statement = max(
-        (n for n in nodes if isinstance(n, SIMPLE) and n.lineno <= line <= n.end_lineno),
-        key=lambda n: n.lineno,
-    )
-    first, last = statement.lineno - 1, statement.end_lineno
-    if cure.endswith(" before the call"):
-        top = [node.lineno for node in ast.parse(text).body if node.lineno <= line]
-        lines.insert(top[-1] - 1, cure.removesuffix(" before the call"))
-    if cure.endswith(" before this line"):
-        lines.insert(first, " " * statement.col_offset + cure.removesuffix(" before this line"))
-    if cure.startswith("the call inside "):
-        indent = " " * statement.col_offset
-        lines[first:last] = ["    " + each for each in lines[first:last]]
-        lines.insert(first, f"{indent}with halfstep.{re.split(r'inside (?:halfstep.)?', cure)[1]}:")
-    found = {}
-    for new, old in re.findall(
-        r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
-    ):
-        inside = [n for n in ast.walk(statement) if isinstance(n, ast.expr)]
-        found |= {n: new for n in inside if ast.unparse(n) == old and not is_target(n)}
-    within = {n for outer in found for n in ast.walk(outer) if n is not outer}
-    for n in sorted(found.keys() - within, key=lambda n: (-n.lineno, -n.col_offset)):
-        row = lines[n.lineno - 1]
-        lines[n.lineno - 1] = row[: n.col_offset] + found[n] + row[n.end_col_offset :]
+    for edit in reversed(edits):
+        lines[edit.first - 1 : edit.last] = edit.text.split("\n")
     return "\n".join(lines)
-
-
-def is_target(node: ast.expr) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store)
-
-
-SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.With)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -271,7 +270,7 @@ class PythonKernels:
 DISPATCHER_FILES = (torch._ops.__file__, torch.overrides.__file__, torch.utils._device.__file__)
 
 
-def is_torchs(function: BuiltinFunctionType) -> bool:
+def is_torchs(function: Callable[..., Any]) -> bool:
     """Return whether a function in C++ is one of ``torch``, ``F``, ``torch.linalg`` or such."""
-    is_in_part = (function.__module__ or "").startswith("torch._C._")
+    is_in_part = (function.__module__ or "").startswith(("torch._C._", "torch._ops.quantized"))
     return is_in_part or getattr(torch, function.__name__, None) is function

@@ -26,6 +26,23 @@ class Line:
     text: str
 
 
+@dataclass(frozen=True)
+class LineEdit:
+    """Replacement of a statement in the user's code.
+
+    Attributes:
+        file: The path of the file.
+        first: The number of the statement's first line, from 1.
+        last: The number of its last line.
+        text: The new lines, with their indentation.
+    """
+
+    file: str
+    first: Count
+    last: Count
+    text: str
+
+
 def line_text(line: Line) -> str:
     """Return a line with its location; the path is relative to the working directory."""
     return f"{short_path(line.file)}:{line.number} in {line.function}: {line.text}"

@@ -372,11 +372,9 @@ def owners_in(function: Any) -> list[nn.Module | Optimizer]:
 
     Functions that it refers to are searched too. Nothing is called.
     """
-    found: dict[int, nn.Module | Optimizer] = {}
-    for value in _reachable(function, _DEPTH):
-        if isinstance(value, (nn.Module, Optimizer)):
-            found[id(value)] = value
-    return list(found.values())
+    reachable = _reachable(function, _DEPTH)
+    found = {id(value): value for value in reachable if isinstance(value, (nn.Module, Optimizer))}
+    return [*found.values()]
 
 
 def _reachable(value: Any, depth: int) -> Iterator[Any]:
@@ -404,10 +402,8 @@ def _reachable(value: Any, depth: int) -> Iterator[Any]:
 
 def _named_in(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
-        try:
+        with suppress(ValueError):  # not set yet
             yield cell.cell_contents
-        except ValueError:  # not set yet
-            continue
     for name in _names(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name]

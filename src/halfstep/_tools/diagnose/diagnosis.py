@@ -14,7 +14,7 @@ from typing import Literal, Self
 from halfstep._common.numbers import power, things
 from halfstep._common.text import Code, one_line
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
-from halfstep._tools.line import Line, line_text, short_path
+from halfstep._tools.line import Line, LineEdit, line_text, short_path
 from halfstep._tools.replay import NO_END
 from halfstep._tools.trace.rows import Phase
 
@@ -29,23 +29,6 @@ BY_THE_OP_ALONE = "judged by the op alone"
 """The end of a note: no replay of the whole step in float32 was finite."""
 
 CureKind = Literal["policy", "scale", "dtype", "code", "data", "look"]
-
-
-@dataclass(frozen=True)
-class LineEdit:
-    """Replacement of a statement in the user's code.
-
-    Attributes:
-        file: The path of the file.
-        first: The number of the statement's first line, from 1.
-        last: The number of its last line.
-        text: The new lines, with their indentation.
-    """
-
-    file: str
-    first: Count
-    last: Count
-    text: str
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._tools.diagnose.diagnosis import LineEdit
 from halfstep._tools.diagnose.edits import CALL, USUAL_NAMES, row_name
-from halfstep._tools.line import short_path
+from halfstep._tools.line import LineEdit, short_path
 from halfstep._tools.trace.rows import grouped
 from halfstep._tools.user_code import Spot, tree_in, tree_of
 

@@ -7,47 +7,41 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import autocast, current_policy, custom_bwd, custom_fwd
+from halfstep._autocast import current_policy
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._pytorch import autograd
+from halfstep._tools.dtype_errors.edits import Edits, edited_lines
 from halfstep._tools.dtype_errors.failing_call import (
     ABOUT_DTYPES,
     Call,
     Context,
     Named,
-    called,
     calls_of,
     contexts_of,
+    function_of,
     member_of,
-    nodes_of,
     origin_of,
 )
-from halfstep._tools.dtype_errors.rest import Cure, cast_cure, ordered
-from halfstep._tools.user_code import is_same_view
+from halfstep._tools.dtype_errors.rest import casts_of, differentiated, ordered, runs, statement_of
+from halfstep._tools.line import LineEdit
+from halfstep._tools.user_code import FUNCTIONS, is_same_view
 
 _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
     "|Expected both inputs|unsupported ScalarType|without overflow|only supported for"
 )
 _ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte)\b")
-_DTYPES = {
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Float": torch.float32,
-    "Double": torch.float64,
-}
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
@@ -65,6 +59,20 @@ class GivenTensor:
 
 
 @dataclass(frozen=True)
+class TriedEdits:
+    """Edits of the user's code with which the failing call runs."""
+
+    edits: tuple[LineEdit, ...]
+    then: str  # the line that fails with them; empty if none is known
+
+    def __str__(self) -> str:
+        where = " and ".join(f"{Path(edit.file).name}:{edit.first}" for edit in self.edits)
+        then = f" (then {self.then} fails)" if self.then else ""
+        lines = (indent(dedent(edit.text), "  ") for edit in self.edits)
+        return "\n".join([f"tried, and it runs{then}, in place of {where}:", *lines])
+
+
+@dataclass(frozen=True)
 class DtypeError:
     """An explanation of an error about dtypes."""
 
@@ -72,7 +80,7 @@ class DtypeError:
     text: str
     operands: tuple[GivenTensor, ...]
     notes: tuple[str, ...]  # why autocast did not cast
-    cures: tuple[str, ...]  # tried, and they run
+    cures: tuple[TriedEdits, ...]
     inside: tuple[str, ...] = ()  # line of a package that fails, called there, and its text
 
     def __str__(self) -> str:
@@ -81,7 +89,7 @@ class DtypeError:
             where, text = self.inside
             lines += [f"which calls {where}:", f"> {text}"]
         lines += [f"  {operand}" for operand in self.operands]
-        return "\n".join([*lines, *self.notes, *(f"tried, and it runs: {c}" for c in self.cures)])
+        return "\n".join([*lines, *self.notes, *map(str, self.cures)])
 
 
 _NOTE = "halfstep: the tensors that the error is about"
@@ -132,11 +140,13 @@ def _explained(error: BaseException) -> DtypeError | None:
         named = [[*call.tensors(with_integers=integers)] for call in inner]
         found = failing = next(filter(None, named), [])
         if in_backward and _is_one_dtype(found):
-            made, found = _of_loss(users, in_backward)
+            made = differentiated(calls, user)
+            found = [*made.tensors()] if made is not None else []
         elif _is_one_dtype(found) and not is_about_one:  # another call may show more of them
             found = next((each for each in named if not _is_one_dtype(each)), failing)
         own = next((call for call in reversed(users) if not call.is_of_package), user)
-        operands = tuple(_operand(each, calls, users, own, integers) for each in found)
+        names = (users, own) if made is None else ([made], made)
+        operands = tuple(_operand(each, calls, *names, integers) for each in found)
         hidden = None if is_about_one or in_backward else _hidden_dtype(found, str(error))
         if not found or (_is_one_dtype(found) and not is_about_one and hidden is None):
             return None
@@ -146,21 +156,20 @@ def _explained(error: BaseException) -> DtypeError | None:
             notes += (f"a tensor that the traceback does not show is {dtype_name(hidden)}",)
         if "without overflow" in str(error):
             notes += tuple(_what_fits(own, operands[0]))
-        again, tried = None, list[Cure]()
-        if made or user.has_no_effects:
-            again = _again(made or user)
-        if again is None and made is None and found is failing:
-            again = _again(inner[0])
-        if again is not None:
-            tried += _cures(again, made or own, operands, function, hidden)
-            tried.sort(key=lambda cure: not cure.text.startswith("@"))  # for all of its lines
+        failing_call = made or (user if user.has_no_effects else inner[0])
+        tried = list[Edits]()
+        if made or user.has_no_effects or found is failing:
+            tried += _cures(failing_call, made or own, operands, function, hidden)
+            tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
     is_ordered = made is not None or own is user
-    cures = ordered(tried, calls, user, made or user) if is_ordered else [c.text for c in tried]
-    if made is not None and isinstance(made.other, ast.Call):
-        cures = [f"{cure} at line {made.other.lineno}" for cure in cures]
+    cures = [(each, "") for each in tried]
+    if is_ordered:
+        cures = ordered(tried, calls, user, made or user)
+    files = [call.place.code.co_filename for call in users if not call.is_of_package]
+    lines = [TriedEdits(edited_lines(edits, files), then) for edits, then in cures]
     where, text = _told(own)
     inside = () if own is user else _told(user)
-    return DtypeError(where, text, operands, notes, tuple(cures), inside)
+    return DtypeError(where, text, operands, notes, tuple(c for c in lines if c.edits), inside)
 
 
 def _is_one_dtype(found: list[Named]) -> bool:
@@ -169,7 +178,8 @@ def _is_one_dtype(found: list[Named]) -> bool:
 
 def _hidden_dtype(found: list[Named], message: str) -> torch.dtype | None:
     """Return the other dtype of a message if all tensors have one of its two dtypes."""
-    said = {dtype for word, dtype in _DTYPES.items() if re.search(rf"\b{word}\b", message)}
+    words = re.findall(r"\b(Half|BFloat16|Float|Double)\b", message)
+    said = {getattr(torch, word.lower()) for word in words}
     others = said - {each.tensor.dtype for each in found}
     return others.pop() if len(said) == 2 and len(others) == 1 and _is_one_dtype(found) else None
 
@@ -222,43 +232,6 @@ def _is_it(known: Named, tensor: Tensor) -> bool:
     return is_same_view(tensor, other) or (is_result and torch.equal(tensor, other))
 
 
-def _of_loss(users: list[Call], found: re.Match[str]) -> tuple[Call | None, list[Named]]:
-    """Return the call that made a loss of two dtypes, if it is known, and its tensors.
-
-    The node of autograd that fails still has them.
-    """
-    wanted = {getattr(torch, word.lower(), None) for word in found.groups()}
-    losses = [each for each in users[-1].tensors() if each.tensor.grad_fn is not None]
-    made = next((call for loss in losses for call in _made_by(loss.tensor, users)), None)
-    names = (made or users[-1]).local
-    waiting: list[Any] = [each.tensor.grad_fn for each in losses]
-    for node in waiting:
-        saved = autograd.saved_by(node)
-        if {tensor.dtype for tensor in saved.values()} >= wanted:
-            of = re.sub(r"Backward\d*$", "", type(node).__name__)
-            named = [_named_in(names, t, f"{name} of {of}") for name, t in saved.items()]
-            return made, named + losses[:1]
-        waiting += [n for n, _ in node.next_functions if n is not None and n not in waiting]
-    return None, losses
-
-
-def _named_in(names: dict[str, Any], tensor: Tensor, otherwise: str) -> Named:
-    tensors = {name: value for name, value in names.items() if isinstance(value, Tensor)}
-    same = (name for name, value in tensors.items() if is_same_view(tensor, value))
-    return Named(next(same, otherwise), tensor)
-
-
-def _made_by(tensor: Tensor, users: list[Call]) -> Iterator[Call]:
-    """Yield the calls of PyTorch whose result is a variable that has a tensor."""
-    for call in users:
-        for node in nodes_of(call.place.code):
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as value):
-                    made = replace(call, other=value)
-                    if call.local.get(name) is tensor and made.has_no_effects:
-                        yield made
-
-
 # --- why autocast did not cast --------------------------------------------------------------------
 
 
@@ -266,15 +239,23 @@ def _made_by(tensor: Tensor, users: list[Call]) -> Iterator[Call]:
 class _Function:
     """A ``torch.autograd.Function`` without the decorators of autocast, in the failing frames."""
 
-    name: str
+    kind: Any
     is_backward: bool
+
+    def with_decorators(self, device: str, cast: torch.dtype | None = None) -> Edits:
+        """Return the decorators of autocast on its methods."""
+        given = f'device_type="{device}"' + (f", cast_inputs={cast}" if cast else "")
+        names = ("forward", "backward") if self.is_backward else ("forward",)
+        texts = {"forward": "custom_fwd", "backward": "custom_bwd"}
+        codes = {name: getattr(self.kind, name).__code__ for name in names}
+        return {function_of(c): f"@halfstep.{texts[n]}({given})\n{{}}" for n, c in codes.items()}
 
 
 def _function_of(calls: list[Call]) -> _Function | None:
     for call in (call for call in reversed(calls) if call.is_users):
         function = autograd.function_without_autocast(next(iter(call.local.values()), None))
         if function is not None:
-            return _Function(function.__name__, call.place.code.co_name != "forward")
+            return _Function(function, call.place.code.co_name != "forward")
     return None
 
 
@@ -283,9 +264,10 @@ def _why_not_cast(
 ) -> Iterator[str]:
     is_on = torch.is_autocast_enabled(device)
     if function is not None and function.is_backward and not is_on:
-        yield f"{function.name}.backward has no custom_bwd: it is outside of its forward's autocast"
+        name = function.kind.__name__
+        yield f"{name}.backward has no custom_bwd: it is outside of its forward's autocast"
     elif function is not None and is_on:
-        yield f"{function.name}.forward has no custom_fwd: its arguments come as they are"
+        yield f"{function.kind.__name__}.forward has no custom_fwd: its arguments come as they are"
     here = [context for context in contexts if context.is_here]
     others = [c for c in contexts if not c.is_here and c.switches.enabled]
     if is_on:
@@ -315,32 +297,22 @@ def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
 
 # --- cures ----------------------------------------------------------------------------------------
 
-_Change = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class _Again:
-    """The failing call as a function of what happens to its tensors."""
-
-    name: str
-    call: Callable[[_Change], Any]  # writes to a copy of what the failing call writes to
-    written: Tensor | None = None
-
 
 def _cures(
-    again: _Again,
+    call: Call,
     line: Call,
     operands: tuple[GivenTensor, ...],
     function: _Function | None,
     hidden: torch.dtype | None,
-) -> Iterator[Cure]:
-    """Yield the changes of a line of the user with which the failing call runs.
+) -> Iterator[Edits]:
+    """Yield the changes of a line of the user with which a failing call runs.
 
     ``hidden`` is the dtype of a tensor that is no operand, if there is one.
     """
     tensors = [operand.tensor for operand in operands]
     dtypes = [tensor.dtype for tensor in tensors]
-    fixed = [t for t in tensors if t is again.written]
+    name, written = call.name_and_written
+    fixed = [t for t in tensors if t is written]
     fixed += [t for t in tensors if isinstance(t, nn.Parameter)]
     floats = {d: dtypes.count(d) for d in dtypes if d.is_floating_point}
     each_wanted = sorted(floats, key=lambda dtype: -torch.finfo(dtype).bits)[:1]
@@ -353,115 +325,29 @@ def _cures(
     others = [dtype for dtype in floats if dtype not in each_wanted]  # if nothing else is offered
     device, is_offered = tensors[0].device.type, False
     is_on, policy = torch.is_autocast_enabled(device), current_policy(device)
-    written = {ast.unparse(node) for node in ast.walk(line.node or ast.Module([], []))}
     for wanted in (*each_wanted, *others):
-
-        def cast(tensor: Tensor, dtype: torch.dtype = wanted) -> Tensor:
-            is_known = tensor.is_floating_point() or tensor.dtype in dtypes
-            return tensor.to(dtype) if is_known else tensor
-
-        wrong = {o.name: o for o in operands if o.tensor.dtype is not wanted}
-        changed = [operand for name, operand in wrong.items() if name in written]
-        if wanted in others and (is_offered or len(changed) < len(wrong)):
+        wrong = {o.name for o in operands if o.tensor.dtype is not wanted}
+        if wanted in others and (is_offered or not all(casts_of([n], line, wanted) for n in wrong)):
             continue
-        if not _runs(lambda cast=cast: again.call(cast)):  # type: ignore[misc]
+        edits = tried = casts_of(wrong, line, wanted)
+        if call is not line:
+            given = call.tensors(with_integers=any(not d.is_floating_point for d in dtypes))
+            tried = casts_of((t.name for t in given if t.tensor.dtype is not wanted), call, wanted)
+        if not runs(call, tried):
             continue
-        if changed:
+        if edits:
             is_offered = True
-            yield cast_cure({operand.name: wanted for operand in changed}, line)
+            yield edits
         if function is not None and not function.is_backward and is_on:
-            arguments = f'device_type="{device}", cast_inputs={wanted}'
-            yield Cure(
-                f"@halfstep.custom_fwd({arguments}) on {function.name}.forward",
-                decorators={"forward": partial(custom_fwd, device_type=device, cast_inputs=wanted)},
-            )
+            yield function.with_decorators(device, wanted)
     lower = next((d for d in dtypes if d in (torch.float16, torch.bfloat16)), None)
-    rule = f"{policy}; {again.name}:fp32"
+    rule = f"{policy}; {name}:fp32"
     for rules in (None, rule)[: 0 if lower is None else 2 if is_on and policy else 1]:
-        halfsteps = partial(autocast, device, lower, policy=rules)
-        pytorchs = partial(torch_autocast, device, lower)
-
-        def under_autocast(around: Callable[[], Any]) -> Any:
-            with around():
-                return again.call(lambda t: t)
-
-        if not _runs(partial(under_autocast, halfsteps)):
-            continue
         arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
-        is_ours = rules is not None or not _runs(partial(under_autocast, pytorchs))
-        text = f"the call inside {'halfstep.' * is_ours}autocast({arguments})"
-        yield Cure(text, context=halfsteps if is_ours else pytorchs)
-        if function is not None and function.is_backward:
-            yield Cure(
-                f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
-                f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward',
-                decorators={
-                    "forward": partial(custom_fwd, device_type=device),
-                    "backward": partial(custom_bwd, device_type=device),
-                },
-            )
-
-
-def _again(failing: Call) -> _Again | None:
-    """Return the failing call as a function, if it is simple and writes to no ``out``."""
-    with suppress(Exception):
-        match failing.node:
-            case ast.Assign(targets=[ast.Subscript(value=of, slice=key)], value=given):
-                written, index, value = failing.value(of), failing.value(key), failing.value(given)
-
-                def put(change: _Change) -> None:
-                    written.clone()[index] = change(value)
-
-                return _Again("index_put_", put, written)
-            case ast.Assign(targets=[ast.Attribute(value=of, attr="grad")], value=given):
-                written, value = failing.value(of), failing.value(given)
-
-                def assign(change: _Change) -> None:
-                    written.detach().requires_grad_().grad = change(value)
-
-                return _Again("grad", assign, written)
-            case ast.Call(func=func) as node:
-                function = failing.value(func)
-                args, named = failing.arguments(node)
-            case ast.BinOp(left=left, op=ast.MatMult(), right=right):
-                function, named = torch.matmul, {}
-                args = [failing.value(left), failing.value(right)]
-            case _:
-                return None
-        if "out" in named or isinstance(function, (type, torch.ScriptMethod)):  # as an exception
-            return None
-        name, written = getattr(function, "__name__", "").removeprefix("_"), None  # F.threshold
-        if isinstance(own := getattr(function, "__self__", None), Tensor):
-            function, args = getattr(Tensor, name), [own, *args]
-            written = own if name.endswith("_") else None
-        elif name.endswith("_"):  # it may run code of the user
-            return None
-
-        def call(change: _Change) -> Any:
-            def changed(value: Any) -> Any:
-                if written is not None and value is written:
-                    return value.clone()
-                if isinstance(value, tuple) and hasattr(value, "_fields"):
-                    return type(value)(*map(changed, value))
-                if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-                    return type(value)(map(changed, value))
-                return change(value) if isinstance(value, Tensor) else value
-
-            return called(
-                function, [*map(changed, args)], {k: changed(v) for k, v in named.items()}
-            )
-
-        def call_and_backward(change: _Change) -> None:
-            with torch.enable_grad():
-                loss = call(lambda t: change(t.detach().requires_grad_(t.is_floating_point())))
-                torch.autograd.backward(loss.sum())
-
-        return _Again(name, call if failing.other is None else call_and_backward, written)
-    return None
-
-
-def _runs(call: Callable[[], Any]) -> bool:
-    with suppress(Exception):
-        call()
-        return True
-    return False
+        for whose in ("halfstep",) if rules else ("torch", "halfstep"):
+            text = f"{whose}.autocast({arguments})"
+            if runs(call, {}, text):
+                yield {statement_of(line): f"with {text}:\n    {{}}"}
+                if function is not None and function.is_backward:
+                    yield function.with_decorators(device)
+                break

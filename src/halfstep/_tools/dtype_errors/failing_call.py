@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import operator
 import re
 import textwrap
 import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import thread as pool
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.nn.utils.rnn import PackedSequence
 
-from halfstep._autocast import Region, Settings
+from halfstep._autocast import Region, Settings, autocast
 from halfstep._autocast.access import settings_of
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
@@ -42,16 +41,9 @@ from halfstep._tools.user_code import (
 )
 
 _OURS = f"{Path(__file__).parents[2]}/"
-_BINDING = (
-    ast.Assign,
-    ast.AnnAssign,
-    ast.AugAssign,
-    ast.NamedExpr,
-    ast.For,
-    ast.AsyncFor,
-    ast.withitem,
-)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.withitem, *_LOOPS)
+CONTEXTS = (torch_autocast, Region, torch.no_grad, torch.enable_grad, nullcontext)
 ABOUT_DTYPES = re.compile(
     r"\bsame (dtypes?|scalar type|type|datatype)\b|should be the same"
     r"|expected scalar type|expect.*\bdtype|Found dtype .* expected|to have scalar type"
@@ -67,34 +59,15 @@ ABOUT_DTYPES = re.compile(
     r"|could not create a primitive descriptor",  # of oneDNN, for a state in another dtype
     re.IGNORECASE,
 )
-_OPERATORS: dict[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.MatMult: operator.matmul,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.USub: operator.neg,
-    ast.Invert: operator.invert,
-    ast.Not: operator.not_,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda key, of: key in of,
-    ast.NotIn: lambda key, of: key not in of,
-}
 _BUILTINS = (len, range, enumerate, zip, isinstance, int, float, tuple, list, min, max, sum, dict)
 _READ = (nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers)
-_PURE = ("torch.functional", "torch.nn.functional", "torch.sparse", "torch.distributions")
+_PURE = (
+    "torch.ops.quantized",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch.sparse",
+    "torch.distributions",
+)
 
 
 class Named(NamedTuple):
@@ -118,7 +91,7 @@ class Call:
         """The expression, or the assignment of which it is the target: ``x[index] = y``."""
         tree = tree_of(self.place.code.co_filename)
         node = self.other or tree.at.get(span_of(self.place.code, self.place.instruction))
-        parent = None if node is None else tree.parents[node]
+        parent = None if node is None else tree.parents.get(node)
         return parent if isinstance(parent, ast.Assign) and node in parent.targets else node
 
     @property
@@ -140,6 +113,20 @@ class Call:
             return isinstance(self.node, ast.Call) and has_no_effects(self.value(self.node.func))
         return False
 
+    @property
+    def name_and_written(self) -> tuple[str, Tensor | None]:
+        """The name of the op, and the tensor that it writes to, if there is one."""
+        match self.node:
+            case ast.Assign(targets=[ast.Subscript(value=of)]):
+                return "index_put_", self.value(of)
+            case ast.Assign(targets=[ast.Attribute(value=of, attr="grad")]):
+                return "grad", self.value(of)
+            case ast.Call(func=func):
+                function = self.value(func)
+                name = getattr(function, "__name__", "").removeprefix("_")  # F.threshold
+                return name, getattr(function, "__self__", None) if name.endswith("_") else None
+        return "matmul", None
+
     def around(self) -> list[ast.AST]:
         """Return the nodes around it, innermost first, up to its function."""
         return [*tree_of(self.place.code.co_filename).around(self.node)]
@@ -159,18 +146,11 @@ class Call:
                     return whole[self.value(key)]  # type: ignore[index]
             case ast.Slice(lower=lower, upper=upper, step=step):
                 return slice(*(part and self.value(part) for part in (lower, upper, step)))
-            case ast.Tuple(elts=parts):
-                return tuple(map(self.value, parts))
-            case ast.List(elts=parts):
-                return [*map(self.value, parts)]
             case ast.IfExp(test=test, body=body, orelse=other):
                 return self.value(body if self.value(test) else other)
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self.value(left), self.value(right))
-            case ast.UnaryOp(op=op, operand=of) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self.value(of))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self.value(left), self.value(right))
+            case ast.Compare() | ast.UnaryOp() | ast.BinOp() | ast.Tuple() | ast.List():
+                parts, code = _operation(node)
+                return eval(code, {f"_{n}": self.value(part) for n, part in enumerate(parts)})
             case ast.Call(func=func):
                 if self.can_call(node, function := self.value(func)):
                     args, named = self.arguments(node)
@@ -181,7 +161,8 @@ class Call:
         """Return whether a call has no effects; a function of Python consumes no iterator."""
         given = [self.value(arg) for arg in node.args if isinstance(arg, ast.Name)]
         is_consumed = function in _BUILTINS and any(isinstance(each, Iterator) for each in given)
-        return has_no_effects(function) and not is_consumed
+        is_written = any(keyword.arg == "out" for keyword in node.keywords)
+        return has_no_effects(function) and not is_consumed and not is_written
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -239,22 +220,38 @@ class Call:
                     yield Named(ast.unparse(node), value, node)
 
 
+@functools.lru_cache(4096)
+def _operation(node: ast.expr) -> tuple[list[ast.expr], CodeType]:
+    """Return the operands of an operation, and its code with ``_0``, ``_1`` in their place."""
+    parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+
+    def named(part: Any) -> Any:
+        if isinstance(part, list):
+            return [*map(named, part)]
+        return ast.Name(f"_{parts.index(part)}", ast.Load()) if part in parts else part
+
+    made = type(node)(**{field: named(part) for field, part in ast.iter_fields(node)})
+    made.ctx = ast.Load()  # type: ignore[attr-defined]
+    return parts, compile(ast.fix_missing_locations(ast.Expression(made)), "", "eval")
+
+
 def has_no_effects(function: Any) -> bool:
     """Return whether a call changes no tensor and no module: of PyTorch, or of Python."""
     if isinstance(function, nn.Module):
         return modules.can_be_called_again(function)
-    if function in (torch.finfo, torch.autograd.grad, *_BUILTINS):
+    is_context = isinstance(function, type) and issubclass(function, CONTEXTS)
+    if is_context or function in (torch.finfo, torch.autograd.grad, *_BUILTINS):
         return True
     if getattr(function, "__name__", "_").endswith("_"):
         return False
     module = getattr(function, "__module__", None) or ""
-    if isinstance(function, BuiltinFunctionType):
-        return dispatch.is_torchs(function) or isinstance(function.__self__, Tensor)
+    if isinstance(function, BuiltinFunctionType) and isinstance(function.__self__, Tensor):
+        return True
     if isinstance(function, MethodType) and isinstance(function.__self__, Tensor):
         return function.__name__ in {"unflatten", "split", "norm", "unique", "stft"}  # in Python
     if isinstance(function, MethodType) and function.__func__ in _READ:
         return True
-    return isinstance(function, FunctionType | MethodType | type) and module.startswith(_PURE)
+    return callable(function) and (module.startswith(_PURE) or dispatch.is_torchs(function))
 
 
 def called(function: Any, args: list[Any], named: dict[str, Any]) -> Any:
@@ -330,7 +327,7 @@ def _bindings(call: Call, names: set[str]) -> Iterator[str]:
     """
     tree, before = tree_of(call.place.code.co_filename), [*_surely_before(call)]
     is_repeated = any(isinstance(each, _LOOPS) for each in call.around())
-    end = float("inf") if is_repeated else call.place.line.number
+    end = float("inf") if is_repeated else getattr(call.node, "lineno", 0)
     bound: dict[str, list[tuple[ast.AST, int]]] = {}
     for node in nodes_of(call.place.code):
         target = node
@@ -370,19 +367,20 @@ def _described(by: ast.AST, line: int) -> str:
     return f"of line {line}: {textwrap.shorten(text, 80)}"
 
 
-def body_of(code: CodeType) -> list[ast.stmt]:
-    """Return the statements of a function, or of a file; none if they are not known."""
+def function_of(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Module:
+    """Return a function, or a file; an empty file if it is not known."""
     tree = tree_of(code.co_filename)
     if code.co_name == "<module>":
-        return tree.root.body
+        return tree.root
     functions = (node for node in tree.parents if isinstance(node, FUNCTIONS))
     lines = ((f, [f.lineno, *(each.lineno for each in f.decorator_list)]) for f in functions)
-    return next((f.body for f, starts in lines if code.co_firstlineno in starts), [])
+    at = (function for function, starts in lines if code.co_firstlineno in starts)
+    return next(at, ast.Module([], []))
 
 
 def nodes_of(code: CodeType) -> Iterator[ast.AST]:
     """Yield the nodes of a function, or of a file, without those of the functions in it."""
-    rest: list[ast.AST] = [*body_of(code)]
+    rest: list[ast.AST] = [*function_of(code).body]
     while rest:
         node = rest.pop(0)
         yield node
@@ -400,6 +398,12 @@ class Context(NamedTuple):
     switches: Switches
     context: torch_autocast | Region  # to be entered again
     is_here: bool  # whether the failing call ran in the same thread
+    function: ast.expr | None  # what a ``with`` of the user calls
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is a plain ``torch.autocast``, or what stands in for one."""
+        return type(self.context) not in (Region, autocast)
 
 
 def contexts_of(calls: list[Call]) -> list[Context]:
@@ -409,28 +413,24 @@ def contexts_of(calls: list[Call]) -> list[Context]:
     threads = [n for n, c in enumerate(codes) if c.co_filename in files and c.co_name == "run"]
     found = []
     for n, call in enumerate(calls):
-        for text, made in _entered_by(call):
+        for text, made, node in _entered_by(call):
             switches = settings_of(made).switches if isinstance(made, Region) else switches_of(made)
-            found.append(Context(text, switches, made, n >= max(threads, default=0)))
+            function = node.func if isinstance(node, ast.Call) else None
+            found.append(Context(text, switches, made, n >= max(threads, default=0), function))
     return found
 
 
-def _entered_by(call: Call) -> Iterator[tuple[str, torch_autocast | Region]]:
+def _entered_by(call: Call) -> Iterator[tuple[str, torch_autocast | Region, ast.expr | None]]:
     match call.local:  # of PyTorch's decorator, or of halfstep's
         case {"autocast_instance": torch_autocast() as given, "func": function}:
-            yield f"the decorator of {function.__name__}", given
+            yield f"the decorator of {function.__name__}", given, None
         case {"settings": Settings() as settings, "function": function}:
-            yield f"the decorator of {function.__name__}", Region(settings)
+            yield f"the decorator of {function.__name__}", Region(settings), None
     blocks = [each for each in call.around() if isinstance(each, (ast.With, ast.AsyncWith))]
     for node in (item.context_expr for block in reversed(blocks) for item in block.items):
         made = None
         with suppress(Exception), warnings.catch_warnings(action="ignore"):
-            kind = call.value(node.func) if isinstance(node, ast.Call) else None
-            if isinstance(kind, type) and issubclass(kind, (torch_autocast, Region)):
-                assert isinstance(node, ast.Call)
-                args, named = call.arguments(node)
-                made = kind(*args, **named)
-            else:
-                made = call.value(node)
+            made = call.value(node)
         if isinstance(made, (torch_autocast, Region)) and call.is_users:
-            yield f"line {node.lineno}, {textwrap.shorten(ast.unparse(node), 80)}", made
+            text = f"line {node.lineno}, {textwrap.shorten(ast.unparse(node), 80)}"
+            yield text, made, node

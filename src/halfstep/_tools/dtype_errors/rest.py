@@ -10,42 +10,41 @@ import ast
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.utils.checkpoint import checkpoint
 
-from halfstep._autocast import Region, autocast
-from halfstep._autocast.access import settings_of
 from halfstep._pytorch import autograd, modules
-from halfstep._pytorch.amp import switches_of
+from halfstep._tools.dtype_errors.edits import (
+    NAMES,
+    Edits,
+    cast_to,
+    occurrences,
+    statements_with,
+    value_with,
+)
 from halfstep._tools.dtype_errors.failing_call import (
     ABOUT_DTYPES,
+    CONTEXTS,
     Call,
-    body_of,
     called,
     contexts_of,
+    function_of,
 )
-from halfstep._tools.user_code import Place, is_users
-
-Casts = Mapping[str, torch.dtype]
-"""The dtypes of expressions, by their text."""
-Edits = dict[ast.AST, list[ast.stmt]]
-"""What stands in place of statements."""
+from halfstep._tools.user_code import FUNCTIONS, Place, is_users
 
 _LEFT = 4
 """The most turns of a loop that are evaluated after the failing one; one of a training loop."""
 _SECONDS = 10.0
 """The time after which nothing more is evaluated."""
-_CONTEXTS = (torch_autocast, Region, torch.no_grad, torch.enable_grad, nullcontext)
 _OF_LOOPS: tuple[Any, ...] = (list, tuple, dict, range, enumerate, zip, Tensor, nn.ModuleList)
 _OF_LOOPS += (nn.Sequential, type({}.items()), type({}.values()), type({}.keys()))
 _OF_LISTS = ("append", "extend", "insert", "pop")
@@ -54,20 +53,12 @@ _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 _UNKNOWN = object()
 
 
-class Change(NamedTuple):
-    """Casts within a part of a statement."""
-
-    statement: ast.stmt
-    within: ast.AST
-    casts: Casts
-
-
 class _Fails(Exception):  # noqa: N818
-    def __init__(self, frame: _Frame, statement: ast.stmt) -> None:
-        self.statement = statement
-        self.where = f"line {statement.lineno}"
-        named = [*replace(frame, other=statement).tensors()]
-        self.operands = [each.name for each in named]
+    """An error about dtypes of a call, or of the backward pass of what it returned."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.named = call, [*call.tensors()]
+        self.statement: Any = None
 
 
 class _Jump(Exception):  # noqa: N818
@@ -75,19 +66,6 @@ class _Jump(Exception):  # noqa: N818
 
     def __init__(self, statement: ast.stmt) -> None:
         self.statement = statement
-
-
-def _ours(context: Any) -> Any:
-    """Return halfstep's autocast in place of ``torch.autocast``, or of what stands in for it."""
-    if not _is_torchs(context):
-        return context
-    is_theirs = isinstance(context, torch_autocast)
-    switches = switches_of(context) if is_theirs else settings_of(context).switches
-    return autocast(switches.device, switches.dtype, enabled=switches.enabled)
-
-
-def _is_torchs(context: Any) -> bool:
-    return isinstance(context, (torch_autocast, Region)) and type(context) not in (Region, autocast)
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -98,10 +76,9 @@ class _Run:
     """What the frames of an evaluation share."""
 
     edits: Edits
-    entered: Callable[[Any], Any]  # what is entered in place of a context
-    decorators: Mapping[str, Callable[..., Any]]  # of the methods of each autograd.Function
     until: float
     attributes: dict[tuple[int, str], Any] = field(default_factory=dict)  # set since, by object
+    made: dict[Any, Call] = field(default_factory=dict)  # what made the result of a graph's node
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +88,25 @@ class _Frame(Call):
     all: _Run = None  # type: ignore[assignment]
 
     def value(self, node: ast.AST | None) -> Any:
+        try:
+            value = self._value(node)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not _is_raised(error):
+                raise
+            raise _Fails(self._differentiated(node) or self.at(node)) from error
+        is_made = isinstance(value, Tensor) and value.grad_fn is not None
+        if is_made and isinstance(node, (ast.Call, ast.BinOp)):
+            self.all.made.setdefault(value.grad_fn, self.at(node))
+        text = None if node is None else self.all.edits.get(node)
+        return value if text is None else value_with(text, value)
+
+    def at(self, node: Any) -> _Frame:
+        return replace(self, other=node)
+
+    def _value(self, node: ast.AST | None) -> Any:
         match node:
+            case ast.Name(id=name) if name in NAMES and name not in self.place.names:
+                value = NAMES[name]
             case ast.Call(func=func):
                 function, (args, named) = self.value(func), self.arguments(node)
                 return self._called(node, function, args, named)
@@ -125,9 +120,8 @@ class _Frame(Call):
                 return parts
             case ast.Attribute(value=of, attr=name):
                 owner = self.value(of)
-                value = self.all.attributes.get(
-                    (id(owner), name), (getattr(owner, name, _UNKNOWN),)
-                )[0]
+                known = getattr(owner, name, _UNKNOWN)
+                value, _ = self.all.attributes.get((id(owner), name), (known, owner))
             case _:
                 value = super().value(node)
         if value is _UNKNOWN:
@@ -137,9 +131,7 @@ class _Frame(Call):
     def _called(self, node: ast.Call, function: Any, args: list[Any], named: dict[str, Any]) -> Any:
         of, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if name == "backward" and isinstance(loss := args[0] if args else of, Tensor):
-            leaves = autograd.leaves_of([loss])
-            torch.autograd.grad(loss.sum(), leaves, retain_graph=True, allow_unused=True)
-            return None
+            return _backward(loss)
         if name == "scale" and hasattr(of, "unscale_"):
             return args[0]
         is_written = name.endswith("_") if isinstance(of, Tensor) else name in _OF_LISTS
@@ -149,9 +141,8 @@ class _Frame(Call):
             with suppress(LookupError):  # a result of a call
                 self._assign(node.func.value, copied)
             return result
-        is_context = isinstance(function, type) and issubclass(function, _CONTEXTS)
         is_read = isinstance(of, dict) and name in ("items", "values", "keys", "get")
-        if is_context or is_read or name in _OF_CTX or self.can_call(node, function):
+        if is_read or name in _OF_CTX or self.can_call(node, function):
             return called(function, args, named)
         if function is checkpoint:
             function, *args = args
@@ -170,10 +161,11 @@ class _Frame(Call):
 
     def _method(self, function: type, name: str) -> Any:
         def method(*args: Any) -> Any:
-            return self._users(getattr(function, name), [*args], {})
+            return self._users(own, [*args], {})
 
-        decorator = self.all.decorators.get(name)
-        return method if decorator is None else decorator(method)
+        own = getattr(function, name)
+        text = self.all.edits.get(function_of(own.__code__), "")
+        return value_with(text.partition("\n")[0][1:], None)(method) if text else method
 
     def _users(self, function: Any, args: list[Any], named: dict[str, Any]) -> Any:
         """Evaluate a function, or a module, of the user."""
@@ -190,7 +182,7 @@ class _Frame(Call):
         cells = (cell.cell_contents for cell in function.__closure__ or ())
         local = dict(zip(function.__code__.co_freevars, cells, strict=True)) | given.arguments
         frame = _Frame(Place(function.__code__, 0, function.__globals__), local, None, self.all)
-        returned = next(iter(frame.run(body_of(function.__code__)) or ()), None)
+        returned = next(iter(frame.run(function_of(function.__code__).body) or ()), None)
         if returned is _UNKNOWN:
             raise LookupError(function)
         return returned
@@ -198,15 +190,35 @@ class _Frame(Call):
     def run(self, statements: Sequence[ast.stmt]) -> tuple[Any] | None:
         """Evaluate statements; return what they return, in a tuple, and None if they do not."""
         for statement in statements:
-            for each in self.all.edits.get(statement, [statement]):
+            text = self.all.edits.get(statement)
+            for each in [statement] if text is None else statements_with(text, statement):
                 if time.monotonic() > self.all.until:
                     raise TimeoutError
                 try:
                     returned = self._done_or_forgotten(each)
-                except (RuntimeError, TypeError, ValueError) as error:
-                    raise _Fails(self, statement) from error
+                except (RuntimeError, TypeError, ValueError, _Fails) as error:
+                    failure = error if isinstance(error, _Fails) else _Fails(self.at(statement))
+                    failure.statement = failure.statement or statement
+                    raise failure from error
                 if returned is not None:
                     return returned
+        return None
+
+    def _differentiated(self, node: ast.AST | None) -> Call | None:
+        """Return the call that a node of a failing backward pass is of which mixes dtypes."""
+        if not _is_backward(node):
+            return None
+        named = [*self.at(node).tensors()]
+        waiting: list[tuple[Any, Call | None]] = [(each.tensor.grad_fn, None) for each in named]
+        seen = {None}
+        for of, made in waiting:
+            if of not in seen:
+                seen.add(of)
+                saved = (t.dtype for t in autograd.saved_by(of).values() if t.is_floating_point())
+                made = self.all.made.get(of, made)
+                if len({*saved}) > 1:
+                    return made
+                waiting += [(each, made) for each, _ in of.next_functions]
         return None
 
     def _done_or_forgotten(self, statement: ast.stmt) -> tuple[Any] | None:
@@ -222,7 +234,8 @@ class _Frame(Call):
             raise LookupError(statement)
         if not any(isinstance(each, ast.stmt) for each in nodes):
             self._parts(statement)
-        stored = (each.id for each in nodes if isinstance(each, ast.Name) and _is_stored(each))
+        names = (each for each in nodes if isinstance(each, ast.Name))
+        stored = (each.id for each in names if isinstance(each.ctx, ast.Store))
         self.local.update(dict.fromkeys(stored, _UNKNOWN))
         return (_UNKNOWN,) if isinstance(statement, ast.Return) else None
 
@@ -269,9 +282,9 @@ class _Frame(Call):
             case ast.With(items=items, body=body):
                 with ExitStack() as stack:
                     for context in [self.value(item.context_expr) for item in items]:
-                        if not isinstance(context, _CONTEXTS):
+                        if not isinstance(context, CONTEXTS):
                             raise LookupError(context)
-                        stack.enter_context(self.all.entered(context))
+                        stack.enter_context(context)
                     return self.run(body)
             case ast.Expr(value=value):
                 self.value(value)
@@ -287,6 +300,8 @@ class _Frame(Call):
                 self.local[name] = value
             case ast.Attribute(value=of, attr=name):
                 owner = self.value(of)
+                if isinstance(owner, Tensor) and name == "grad":
+                    owner.detach().requires_grad_().grad = value
                 self.all.attributes[id(owner), name] = (value, owner)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for each, part in zip(targets, value, strict=True):
@@ -329,6 +344,11 @@ class _Frame(Call):
                 yield outer, ast.For(outer.target, ast.Constant(items), outer.body, []), False  # type: ignore[arg-type]
 
 
+def _backward(loss: Tensor) -> None:
+    leaves = autograd.leaves_of([loss])
+    torch.autograd.grad(loss.sum(), leaves, retain_graph=True, allow_unused=True)
+
+
 def _is_raised(error: Exception) -> bool:
     """Return whether an error ends the evaluation: it is about dtypes, or one of the evaluation."""
     is_ours = isinstance(error, (_Fails, _Jump, TimeoutError))
@@ -336,21 +356,15 @@ def _is_raised(error: Exception) -> bool:
     return is_ours or (is_torchs and ABOUT_DTYPES.search(str(error)) is not None)
 
 
-def _failure(
-    calls: list[Call],
-    number: int,
-    until: float,
-    edits: Edits,
-    entered: Callable[[Any], Any] = lambda context: context,
-    decorators: Mapping[str, Callable[..., Any]] = {},
-) -> _Fails | None:
+def _failure(calls: list[Call], number: int, until: float, edits: Edits) -> _Fails | None:
     """Evaluate the rest of a frame, and what it calls; return where it fails, if it does.
 
     It ends at code that cannot be evaluated. If a backward pass fails, the forward pass before it
     is evaluated again.
     """
-    call = calls[number]
-    frame = _Frame(call.place, {**call.local}, call.node, _Run(edits, entered, decorators, until))
+    call, run = calls[number], _Run(edits, until)
+    frame = _Frame(call.place, {**call.local}, call.node, run)
+    outer = [_Frame(each.place, each.local, each.other, run) for each in calls[:number]]
     tensors = [value for value in call.local.values() if isinstance(value, Tensor)]
     is_inference = any(tensor.is_inference() for tensor in tensors)
     is_whole = any(each.place.code is autograd.ENGINE_CODE for each in calls[number:])
@@ -361,9 +375,9 @@ def _failure(
                 torch.set_grad_enabled(not is_inference),
                 ExitStack() as stack,
             ):
-                for context in contexts_of([*calls[:number], replace(call, other=at)]):
+                for context in contexts_of([*outer, frame.at(at)]):
                     if context.is_here:
-                        stack.enter_context(entered(context.context))
+                        stack.enter_context(context.context)
                 before = {**frame.local} if is_before else {}
                 if frame.run([statement]) is not None:
                     return None
@@ -376,7 +390,31 @@ def _failure(
     return None
 
 
-# --- edits ----------------------------------------------------------------------------------------
+# --- the failing call ---------------------------------------------------------------------------
+
+
+def runs(call: Call, edits: Edits, context: str = "") -> bool:
+    """Return whether a call runs with edits or in a context, or its backward pass."""
+    frame = _Frame(call.place, {**call.local}, call.node, _Run(edits, time.monotonic() + _SECONDS))
+    with suppress(Exception), value_with(context or "torch.no_grad()", None):
+        if isinstance(call, _Frame):
+            with torch.enable_grad():
+                _backward(frame.value(call.node))
+        elif isinstance(call.node, ast.stmt):
+            frame._done(call.node)
+        else:
+            frame.value(call.node)
+        return True
+    return False
+
+
+def casts_of(names: Iterable[str], call: Call, dtype: torch.dtype) -> Edits:
+    """Return casts of expressions of a call."""
+    within = call.node or ast.Pass()
+    return dict.fromkeys((n for name in names for n in occurrences(name, within)), cast_to(dtype))
+
+
+# --- the order of cures ---------------------------------------------------------------------------
 
 
 def statement_of(call: Call) -> ast.stmt:
@@ -384,150 +422,103 @@ def statement_of(call: Call) -> ast.stmt:
     return next(node for node in nodes if isinstance(node, ast.stmt))
 
 
-def _with_casts(changes: Sequence[Change]) -> Edits:
-    """Return the statements of changes with their casts."""
-    edits: Edits = {}
-    for statement in dict.fromkeys(change.statement for change in changes):
-        copies: dict[int, Any] = {}
-        changed = copy.deepcopy(statement, copies)
-        for change in changes:
-            if change.statement is statement:
-                _Cast(change.casts).generic_visit(copies[id(change.within)])
-        edits[statement] = [changed]
-    return edits
-
-
-class _Cast(ast.NodeTransformer):
-    def __init__(self, casts: Casts) -> None:
-        self.casts = casts
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.Attribute) and node.attr.endswith("_"):
-            return node  # what ``out.add_(x)`` writes to
-        text = ast.unparse(node) if isinstance(node, ast.expr) else ""
-        if text in self.casts and not _is_stored(node):
-            return _to(node, self.casts[text])
-        return self.generic_visit(node)
-
-
-def _to(node: Any, dtype: torch.dtype) -> ast.Call:
-    return ast.Call(ast.Attribute(node, "to"), [ast.Constant(dtype)], [])  # type: ignore[arg-type]
-
-
-def cast_text(name: str, dtype: torch.dtype) -> str:
-    is_sum = isinstance(ast.parse(name, mode="eval").body, (ast.BinOp, ast.UnaryOp, ast.IfExp))
-    return f"({name}).to({dtype})" if is_sum else f"{name}.to({dtype})"
-
-
-# --- the order of cures ---------------------------------------------------------------------------
-
-
-class Cure(NamedTuple):
-    """Casts of a line's expressions, a context around it, or decorators of a Function's methods."""
-
-    text: str
-    casts: Casts | None = None
-    context: Callable[[], Any] | None = None
-    decorators: Mapping[str, Callable[..., Any]] | None = None
-
-
-def cast_cure(casts: Casts, line: Call) -> Cure:
-    """Return casts of expressions of a call; its text names the call where they stand elsewhere."""
-    node, statement = line.node or ast.Pass(), statement_of(line)
-    if all(_count(name, node) == _count(name, statement) for name in casts):
-        parts = (f"{cast_text(name, dtype)} in place of {name}" for name, dtype in casts.items())
-        return Cure(", ".join(parts), casts)
-    changed = _Cast(casts).generic_visit(copy.deepcopy(node))
-    return Cure(f"{ast.unparse(changed)} in place of {ast.unparse(node)}", casts)
-
-
-def _count(name: str, within: ast.AST) -> int:
-    read = (n for n in ast.walk(within) if isinstance(n, ast.expr) and not _is_stored(n))
-    return sum(ast.unparse(node) == name for node in read)
-
-
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store)
-
-
-def ordered(cures: list[Cure], calls: list[Call], user: Call, line: Call) -> list[str]:
-    """Return cures of a line with those first with which the rest of the run does not fail.
+def ordered(
+    cures: list[Edits], calls: list[Call], user: Call, line: Call
+) -> list[tuple[Edits, str]]:
+    """Return cures with which the rest of a run does not fail; if there is none, where they do.
 
     The run is evaluated, as far as it can be, from the outermost call on that fails as it did. A
     cure after which a later line fails is completed: by casts before the line or there, or by a
     context around an outer call.
     """
-    numbers = [n for n, call in enumerate(calls[: calls.index(user) + 1]) if call.is_users]
     until = time.monotonic() + _SECONDS
-    failures = ((n, _failure(calls, n, until, {})) for n in numbers)
-    at, edited = statement_of(user), statement_of(line)
-    first = next((n for n, each in failures if each and each.statement is at), None)
+    first, _ = next(_same_failures(calls, user, until), (None, None))
     if first is None:
-        return [cure.text for cure in cures]
+        return [(cure, "") for cure in cures]
     fails = partial(_failure, calls, first, until)
-    casts = (dtype for cure in cures for dtype in (cure.casts or {}).values())
-    dtypes = {torch.float32, *casts, *(each.tensor.dtype for each in user.tensors())}
-    outer = [statement_of(calls[number]) for number in numbers if first <= number][:-1]
-    good, failing = list[str](), list[str]()
+    dtypes = {torch.float32, *(each.tensor.dtype for each in user.tensors())}
+    outer = [c for c in calls[first : calls.index(user)] if c.is_users and not c.is_of_package]
+    good, failing = list[Edits](), list[tuple[Edits, str]]()
     for cure in cures:
-        changes = [Change(edited, line.node or edited, cure.casts or {})]
-        edits = _with_casts(changes) if cure.context is None else _inside(cure.context, edited)
-        is_out = cure.decorators is not None and first == numbers[-1]  # of what is evaluated
-        if is_out or (failure := fails(edits, decorators=cure.decorators or {})) is None:
-            good.append(cure.text)
+        is_out = calls[first] is user and any(isinstance(node, FUNCTIONS) for node in cure)
+        if is_out or (failure := fails(cure)) is None:  # its function has been called before
+            good.append(cure)
             continue
-        if cure.decorators is not None:
-            better = []
-        elif cure.context is not None:
-            lines = [each.lineno for each in outer if not fails(_inside(cure.context, each))]
-            better = [f"{cure.text} at line {line}" for line in lines[:1]]
-        else:
-            better = _before(changes[0], fails)
-            better = better or _completed(cure.text, changes, failure, fails, dtypes)
-        good += better
-        if cure.casts is not None or not better:
-            failing.append(f"{cure.text} (then {failure.where} fails)")
-    theirs = [c for c in contexts_of(calls) if c.is_here and _is_torchs(c.context)]
-    if theirs and theirs[-1].text.startswith("line ") and not fails({}, _ours):
-        place, _, text = theirs[-1].text.partition(", ")
-        good.append(f"halfstep.autocast in place of {text.partition('(')[0]} at {place}")
-    return [*good, *failing]
+        failing.append((cure, f"line {failure.statement.lineno}"))
+        better = next((each for each in _wider(cure, line, outer) if not fails(each)), None)
+        if better is None and all(isinstance(node, ast.expr) for node in cure):
+            better = _completed(cure, failure, fails, dtypes)
+        good += [] if better is None else [better]
+    for theirs in [c for c in contexts_of(calls) if c.is_here and c.is_torchs][-1:]:
+        ours = {theirs.function: "halfstep.autocast"}
+        good += [] if theirs.function is None or fails(ours) else [ours]
+    return [(edits, "") for edits in good] or failing
 
 
-def _inside(context: Callable[[], Any], statement: ast.stmt) -> Edits:
-    item = ast.withitem(ast.Constant(context()))
-    return {statement: [ast.With([item], [copy.copy(statement)])]}
+def differentiated(calls: list[Call], user: Call) -> Call | None:
+    """Return the call that made what a failing backward pass cannot differentiate."""
+    failures = _same_failures(calls, user, time.monotonic() + _SECONDS)
+    made = (failure.call for _, failure in failures)
+    return next((call for call in made if not _is_backward(call.node)), None)
 
 
-def _before(change: Change, fails: Callable[[Edits], _Fails | None]) -> list[str]:
-    """Return the casts of variables before their line, if that is enough."""
-    if not all(map(str.isidentifier, change.casts)):
-        return []
-    before = [ast.Assign([ast.Name(n)], _to(ast.Name(n), d)) for n, d in change.casts.items()]
-    if fails({change.statement: [*before, change.statement]}):
-        return []
-    values = (cast_text(name, dtype) for name, dtype in change.casts.items())
-    return [f"{', '.join(change.casts)} = {', '.join(values)} before this line"]
+def _same_failures(calls: list[Call], user: Call, until: float) -> Iterator[tuple[int, _Fails]]:
+    """Yield the calls, outermost first, whose evaluation fails where the traceback ends."""
+    failing = calls[: calls.index(user) + 1]
+    for number, call in enumerate(failing):
+        failure = _failure(calls, number, until, {}) if call.is_users else None
+        if failure and failure.statement in {
+            statement_of(c) for c in failing[number:] if c.is_users
+        }:
+            yield number, failure
+
+
+def _is_backward(node: Any) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "backward"
+
+
+def _wider(cure: Edits, line: Call, outer: list[Call]) -> Iterator[Edits]:
+    """Yield what may replace a cure: a context around outer calls, casts before a line."""
+    for text in cure.values():
+        if text.startswith("with "):
+            yield from ({statement_of(call): text} for call in outer)
+    if all(map(_is_variable, cure)):
+        values = {ast.unparse(node): text for node, text in cure.items()}
+        values = {name: text.replace("{}", name) for name, text in values.items()}
+        yield {statement_of(line): f"{', '.join(values)} = {', '.join(values.values())}\n{{}}"}
+
+
+def _is_variable(node: Any) -> bool:
+    is_item = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    return isinstance(node, ast.Name) or (is_item and isinstance(node.slice.value, str))
 
 
 def _completed(
-    text: str,
-    changes: list[Change],
+    edits: Edits,
     failure: _Fails,
     fails: Callable[[Edits], _Fails | None],
     dtypes: set[torch.dtype],
     more: int = 3,
-) -> list[str]:
+) -> Edits | None:
     """Return a cure with casts at the lines that fail after it, if a few are enough."""
-    at = failure.statement
-    if any(change.statement is at for change in changes):
-        return []
-    for name, dtype in product(failure.operands, dtypes if more else ()):
-        cast = f"{cast_text(name, dtype)} in place of {name} at {failure.where}"
-        both = [*changes, Change(at, at, {name: dtype})]
-        after = fails(_with_casts(both))
+    if any(node in edits for node in ast.walk(failure.call.node or ast.Pass())):
+        return None
+    dtypes = dtypes | {each.tensor.dtype for each in failure.named}
+    by_use = sorted(dtypes, key=lambda dtype: (cast_to(dtype) not in edits.values(), str(dtype)))
+    for casts in _casts(failure, by_use):
+        both = {**edits, **casts}
+        after = fails(both)
         if after is None:
-            return [f"{text}; {cast}"]
-        if found := _completed(f"{text}; {cast}", both, after, fails, dtypes, more - 1):
+            return both
+        if more and (found := _completed(both, after, fails, dtypes, more - 1)):
             return found
-    return []
+    return None
+
+
+def _casts(failure: _Fails, dtypes: list[torch.dtype]) -> Iterator[Edits]:
+    """Yield casts of one of the tensors of a call, or of all of them, to a dtype."""
+    for dtype in dtypes:
+        wrong = [each.name for each in failure.named if each.tensor.dtype is not dtype]
+        for names in dict.fromkeys([*((name,) for name in wrong), tuple(wrong)]):
+            if casts := casts_of(names, failure.call, dtype):
+                yield casts

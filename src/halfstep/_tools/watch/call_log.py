@@ -57,6 +57,8 @@ _GAP_OF_COMPILED = (
     "a function that is compiled computed a tensor in it, which cannot be called again; "
     'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
 )
+_SUMS = {"__setitem__", "copy_", "lerp_", "index_copy_", "index_put_", "scatter_", "__iadd__"}
+_SUMS |= {"add_", "sub_", "__isub__", "mul_", "__imul__", "index_add_", "scatter_add_", "addcmul_"}
 _SIMPLE = {
     *(str, int, float, bool, complex, type(None), slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -69,6 +71,13 @@ class _Argument(NamedTuple):
     tensor: Tensor
     made: Made | None
     version: int
+
+
+class Writes(NamedTuple):
+    """What the loop has written to a float16 tensor."""
+
+    place: Place  # of the last one
+    largest: Tensor  # the largest magnitude, also of what it held before; inf if it is not known
 
 
 class LoggedCall(NamedTuple):
@@ -107,6 +116,7 @@ class CallLog:
             weakref.WeakKeyDictionary()
         )
         self._buffers = BufferCopies()
+        self.halves: ByMemory[Writes] = ByMemory()
 
     def begin(self) -> None:
         """Begin a new step. Its calls may use results of the last step, but not older ones."""
@@ -279,6 +289,8 @@ class CallLog:
                 is_bad = any(map(_is_bad_number, args[1:]))
                 if place is not None:
                     (self.spoilt_at if is_bad else self.written_at).put(args[0], place)
+                    if args[0].dtype is torch.float16:
+                        self._note_half(function.__name__, args, place)
                 if self.made_by(args[0]) is None:
                     is_found = True
                     self._note_write(function, args, kwargs)
@@ -286,6 +298,14 @@ class CallLog:
                     # The loop itself makes a batch bad. Its values count as data from now on.
                     is_found |= args[0].grad_fn is None
         return is_found
+
+    def _note_half(self, name: str, args: Any, place: Place) -> None:
+        """Note the largest value that is written to a float16 tensor, which may overflow there."""
+        old = self.halves.get(args[0])
+        largest = _largest(args[0]) if old is None else old.largest
+        given = [each.to(largest.device) for each in tensors_in([args[1:]]) if each.numel()]
+        norms = torch.stack([largest, *map(_largest, given)])
+        self.halves.put(args[0], Writes(place, norms.amax() * (1 if name in _SUMS else math.inf)))
 
     def note_batch(self, batch: Any, dataset: object, functions: Iterable[Any]) -> None:
         """Note the first function of the user's as the place where a batch is made."""
@@ -384,6 +404,10 @@ def _gap_at(tensor: Tensor) -> str:
 
 def _is_bad_number(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _largest(value: Tensor) -> Tensor:
+    return value.detach().abs().amax().float()
 
 
 def _detaches(call: KeptCall) -> bool:

@@ -92,6 +92,10 @@ LAST_WRITE = (
     "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
+OVERFLOWED = (
+    "make it float32: the loop wrote finite values to it, up to {largest:,.0f}, and float16 ends "
+    "at 65,504: {line}"
+)
 LEFT_OUT = "the script left this batch out"
 MANY_LEFT_OUT = "the script left out {:,} batches whose loss was inf or NaN (first: step {})"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
@@ -640,6 +644,10 @@ class Watch:
         if found.cure is None:
             return found
         written = [] if place is None else [LAST_WRITE.format(line=line_text(place.line))]
+        for writes in filter(None, map(log.halves.get, bad)):
+            if math.isfinite(largest := writes.largest.item()):
+                at = line_text(writes.place.line)
+                written = [OVERFLOWED.format(largest=largest, line=at)]
         text = "\n".join([*written, *(said for _, said in data), found.cure.text])
         return replace(found, cure=replace(found.cure, text=text))
 

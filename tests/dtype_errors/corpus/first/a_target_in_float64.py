@@ -1,6 +1,6 @@
 # expect: float16 [2, 4]
 # expect: target: float64 [2, 4], of line #1
-# cure: target.to(torch.float16) in place of target
+# cure: target.to(torch.float16)
 
 class Net(nn.Module):
     def __init__(self):

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 class Swish(torch.autograd.Function):
     @staticmethod

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 class Conv(nn.Module):
     def __init__(self, a, b):

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 student = model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
 teacher = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)).half().eval()

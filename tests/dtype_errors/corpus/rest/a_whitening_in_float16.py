@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 class Whiten(nn.Module):
     def forward(self, x):

@@ -1,6 +1,7 @@
 # expect: x: bfloat16 [2, 4], of line
-# expect: in place of x (then line #3 fails)
-# expect: autocast("cpu", torch.bfloat16) at line #2
+# cure: return self.base(x.to(torch.bfloat16)) + self.up(change)
+# expect: in place of train.py:#2:
+# cure: with torch.autocast("cpu", torch.bfloat16):
 
 class Adapter(nn.Module):
     def __init__(self):
@@ -10,7 +11,7 @@ class Adapter(nn.Module):
 
     def forward(self, x):
         change = self.down(x)  #!
-        return self.base(x) + self.up(change)  #3
+        return self.base(x) + self.up(change)
 
 class Stack(nn.Module):
     def __init__(self):

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 class Ortho(torch.optim.Optimizer):
     def __init__(self, params, lr):

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 def rope(x, freqs):
     z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))  #!

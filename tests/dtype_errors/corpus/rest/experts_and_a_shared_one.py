@@ -1,6 +1,5 @@
-# expect: in place of expert(x[rows]); self.shared(x).to(torch.float32) in place of self.shared(x)
-# expect: (then line #1 fails)
-# cure: halfstep.autocast in place of torch.autocast at line #2
+# expect: in place of train.py:#2:
+# cure: with halfstep.autocast(
 
 class Experts(nn.Module):
     def __init__(self):
@@ -13,7 +12,7 @@ class Experts(nn.Module):
         for k, expert in enumerate(self.experts):
             rows = torch.tensor([k])
             out[rows] = expert(x[rows])  #!
-        out.index_add_(0, torch.arange(2), self.shared(x))  #1
+        out.index_add_(0, torch.arange(2), self.shared(x))
         return out
 
 with torch.autocast("cpu", dtype=torch.bfloat16):  #2

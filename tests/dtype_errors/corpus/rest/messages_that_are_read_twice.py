@@ -1,5 +1,4 @@
-# expect: message = message.to(torch.float32) before this line
-# expect: (then line #1 fails)
+# cure: message = message.to(torch.float32)
 
 class Passing(nn.Module):
     def __init__(self):
@@ -10,7 +9,7 @@ class Passing(nn.Module):
         message = F.relu(self.message(h))
         mean = torch.zeros_like(h).scatter_reduce(0, place, message, "mean")  #!
         top = h.clone()
-        top.scatter_reduce_(0, place, message, reduce="amax")  #1
+        top.scatter_reduce_(0, place, message, reduce="amax")
         return mean + top
 
 layers = nn.ModuleList(Passing() for _ in range(2))

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).bfloat16()
 buf = torch.zeros(3, 16)

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 class Attn(nn.Module):
     def __init__(self, w=16, heads=2):

@@ -1,4 +1,4 @@
-# expect: tried, and it runs: 
+# expect: tried, and it runs, in place of 
 
 model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).bfloat16()
 weights = torch.tensor([1.0, 2.0, 0.5])

@@ -1,6 +1,6 @@
 # expect: x: float16
 # expect: self.turn: float32 [4, 4], a buffer, 0.turn of Sequential
-# cure: x.to(torch.float32) in place of x
+# cure: x.to(torch.float32)
 
 class Rotated(nn.Module):
     def __init__(self):

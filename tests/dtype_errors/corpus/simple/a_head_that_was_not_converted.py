@@ -1,6 +1,6 @@
 # expect: h: float16 [2, 4], of line #1: h = self.body(x).relu()
 # expect: head.weight of Net: float32 [2, 4], a parameter
-# cure: h.to(torch.float32) in place of h
+# cure: h.to(torch.float32)
 
 class Net(nn.Module):
     def __init__(self):

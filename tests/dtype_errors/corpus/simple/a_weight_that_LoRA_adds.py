@@ -1,6 +1,6 @@
 # expect: x: float16 [2, 4]
 # expect: self.a: float32 [4, 1], a parameter, a of LoRA
-# cure: x.to(torch.float32) @ self.a in place of x @ self.a
+# cure: x.to(torch.float32) @ self.a
 
 class LoRA(nn.Module):
     def __init__(self, base):
