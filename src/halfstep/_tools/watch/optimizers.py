@@ -101,7 +101,8 @@ def with_bad_state(
 def of_settings(optimizer: Optimizer) -> str:
     """Return the cure of a setting that makes weights larger; empty if none is the cause.
 
-    A weight decay or ``maximize`` may, and LBFGS without a line search takes steps of any length.
+    A weight decay, a momentum or ``maximize`` may, and LBFGS without a line search takes steps of
+    any length.
     """
     if type(optimizer) is torch.optim.LBFGS and not _groups(optimizer)[0]["line_search_fn"]:
         return 'LBFGS(..., line_search_fn="strong_wolfe")  # limits its steps; or a lower lr'
@@ -109,6 +110,9 @@ def of_settings(optimizer: Optimizer) -> str:
     for group in _groups(optimizer):
         if group.get("maximize"):
             return f"{type(optimizer).__name__}(..., maximize=False)  # True lets the loss grow"
+        momentum = group.get("momentum")
+        if isinstance(momentum, float | int) and momentum >= 1:
+            return f"lower momentum: at {momentum:g} past gradients never decay; 0.9 is usual"
         rate, decay = group.get("lr"), group.get("weight_decay")
         is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
         if is_direct and isinstance(rate, float) and decay and rate * decay > 2:
