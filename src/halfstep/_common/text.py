@@ -9,7 +9,8 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal, TextIO, TypeAlias
@@ -137,6 +138,23 @@ def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
         width = shutil.get_terminal_size().columns
         lines = [_on_terminal(line, width) for line in lines]
     print("\n".join(lines), file=file, flush=flush)
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line on stderr in place of the last one, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+
+    def show(text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]:{width}}\r", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")
 
 
 def _on_terminal(line: str, width: int) -> str:

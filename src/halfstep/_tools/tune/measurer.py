@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from halfstep._autocast import Policy
 from halfstep._autocast.access import named
@@ -25,6 +24,8 @@ from halfstep._tools.tune.passes import (
     reference_of,
     step_runner,
 )
+
+_T = TypeVar("_T")
 
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
@@ -61,7 +62,8 @@ class Measurer:
     task: Task
     batches: Sequence[Any]
     lowering: Lowering
-    _known: dict[tuple[frozenset[str], int], Comparison] = field(default_factory=dict, init=False)
+    show: Callable[[str], None]  # shows which measurement is being made
+    _known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
     _reference: tuple[int, Reference] | None = field(default=None, init=False)
 
     def measure(self, islands: Islands) -> IslandTrial:
@@ -73,7 +75,7 @@ class Measurer:
         if not num_failing:
             return IslandTrial(0, (), ())
         begin = dict.fromkeys(name for each in comparisons for name in origins(each.rows))
-        outside = tuple(f"{op}@" for op in self.ops.get("", ()))
+        outside = tuple(f"{op}@" for op in self.ops().get("", ()))
         if "" in begin or not (begin or is_loss_good):
             begin |= dict.fromkeys(outside)
         return IslandTrial(num_failing, tuple(begin), (*outside, *_suspects(rows)))
@@ -86,31 +88,43 @@ class Measurer:
         return [self._comparison(islands, number) for number in range(len(self.batches))]
 
     def _comparison(self, islands: Islands, number: int) -> Comparison:
-        key = frozenset(islands), number
-        if key not in self._known:
+        def measure() -> Comparison:
             reference = self._reference_of(number)
             with self._runner(islands, number) as runner:
-                self._known[key] = compare_step(runner, reference)
-        return self._known[key]
+                return compare_step(runner, reference)
 
-    @cached_property
+        what = f"batch {number + 1} of {len(self.batches)} with {_islands_text(islands)}"
+        return self._once(("compare", frozenset(islands), number), what, measure)
+
     def ops(self) -> dict[str, list[str]]:
-        """The ops that rules could keep in float32, for modules that contain modules.
+        """Return the ops that rules could keep in float32, for modules that contain modules.
 
         These ops computed in lower precision in the forward pass. They are grouped by innermost
         module and have the names that rules use. Lowered ops outside of all modules are left out:
         a rule that keeps them in float32 would apply in all modules.
         """
-        scale = self._comparison((), 0).scale
-        with self._runner((), 0) as runner:
-            rows = ops_of(runner, scale)
-        found: dict[str, dict[str, None]] = {}
-        for row in rows:
-            is_low = row.phase == "forward" and row.compute == dtype_name(self.lowering.dtype)
-            if is_low and (row.module or row.action != "lower"):
-                found.setdefault(row.module, {})[row.name] = None
+
+        def measure() -> dict[str, list[str]]:
+            scale = self._comparison((), 0).scale
+            with self._runner((), 0) as runner:
+                rows = ops_of(runner, scale)
+            found: dict[str, dict[str, None]] = {}
+            for row in rows:
+                is_low = row.phase == "forward" and row.compute == dtype_name(self.lowering.dtype)
+                if is_low and (row.module or row.action != "lower"):
+                    found.setdefault(row.module, {})[row.name] = None
+            return {module: list(names) for module, names in found.items()}
+
+        ops = self._once(("ops",), "ops", measure)
         containers = [row.module for row in self.rows(()) if not (row.is_leaf and row.module)]
-        return {name: list(filter(_is_nameable, found.get(name, {}))) for name in containers}
+        return {name: list(filter(_is_nameable, ops.get(name, []))) for name in containers}
+
+    def _once(self, key: tuple[Any, ...], what: str, measure: Callable[[], _T]) -> _T:
+        if key not in self._known:
+            self.show(f"{len(self._known)} measured: {what}")
+            self._known[key] = measure()
+        found: _T = self._known[key]
+        return found
 
     def _reference_of(self, number: int) -> Reference:
         """Return the float32 values of a batch. Only one batch is cached: values may be large."""
@@ -157,3 +171,9 @@ def _suspects(rows: Sequence[ModuleCheck]) -> tuple[str, ...]:
         return not row.is_leaf, depth, -row.added
 
     return tuple(row.module for row in sorted(rows, key=order) if _NAME.fullmatch(row.module))
+
+
+def _islands_text(islands: Islands) -> str:
+    if len(islands) > 3:
+        return f"{len(islands)} modules or ops in fp32"
+    return ", ".join(islands) + " in fp32" if islands else "nothing in fp32"

@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep._autocast import Policy, settled_policy
 from halfstep._common.numbers import listed, percent, power, things
-from halfstep._common.text import aligned
+from halfstep._common.text import aligned, status_line
 from halfstep._tools.tune.measurer import (
     Islands,
     IslandTrial,
@@ -129,10 +129,11 @@ def tune(
     """
     task, lowering = Task(model, loss_fn), lowering_of("tune", dtype, policy, tolerance)
     require_batches(batches)
-    measurer = Measurer(task, batches, lowering)
-    islands = smallest(measurer.measure)
-    islands = narrowed(measurer.measure, islands, measurer.ops if islands else {})
-    return _tuned(measurer, lowering, islands)
+    with status_line() as show:
+        measurer = Measurer(task, batches, lowering, show)
+        islands = smallest(measurer.measure)
+        islands = narrowed(measurer.measure, islands, measurer.ops() if islands else {})
+        return _tuned(measurer, lowering, islands)
 
 
 def lowering_of(

@@ -646,8 +646,8 @@ class Watch:
         written = [] if place is None else [LAST_WRITE.format(line=line_text(place.line))]
         for writes in filter(None, map(log.halves.get, bad)):
             if math.isfinite(largest := writes.largest.item()):
-                at = line_text(writes.place.line)
-                written = [OVERFLOWED.format(largest=largest, line=at)]
+                line = line_text(writes.place.line)
+                written = [OVERFLOWED.format(largest=largest, line=line)]
         text = "\n".join([*written, *(said for _, said in data), found.cure.text])
         return replace(found, cure=replace(found.cure, text=text))
 
