@@ -45,31 +45,6 @@ def test_torch_names_no_op_that_pytorch_does_not_cast(device: str) -> None:
     assert named <= dispatch.overloads_with_autocast_kernel(device)
 
 
-def test_the_preset_of_this_version_is_what_pytorch_does() -> None:
-    name = "torch-" + ".".join(torch.__version__.split(".")[:2])
-    assert name in PRESETS, f"{name} is to be added to _VERSIONS in _autocast/written.py"
-    frozen, running = preset(name), preset("torch")
-    for device in DEVICES:
-        by_pytorch = dispatch.overloads_with_autocast_kernel(device)
-        for op in sorted(meant_by(frozen.rules)):
-            rules = {policy.rule(op, device, torch.bfloat16) for policy in (frozen, running)}
-            # Builds without cuDNN or MIOpen have no kernels for these.
-            assert len(rules) == 1 or ("_rnn" in op and op not in by_pytorch), (device, op)
-
-
-def test_presets_of_versions_are_the_same_on_all() -> None:
-    def action(name: str, op: str, device: str) -> str:
-        return preset(name).action(op, device, torch.bfloat16)
-
-    assert action("torch-2.11", "rms_norm.default", "cuda") == "leave"
-    assert action("torch-2.12", "rms_norm.default", "cuda") == "fp32"
-    assert action("torch-2.12", "rms_norm.default", "cpu") == "leave"
-    assert len(preset("torch-2.13").rules) == len(preset("torch-2.12").rules)
-    assert {rule.op for rule in preset("torch-2.13").rules} - {
-        rule.op for rule in preset("torch-2.15").rules
-    } == {"cholesky", "qr"}
-
-
 def test_torch_cuda_is_the_cuda_list_on_every_device() -> None:
     for op in dispatch.overloads_with_autocast_kernel("cuda"):
         on_cuda = preset("torch").action(op, "cuda", torch.float16)

@@ -264,8 +264,7 @@ def preset(name: str) -> Policy:
     """Return a predefined policy.
 
     Args:
-        name: ``"standard"``, ``"torch"``, ``"torch-2.11"`` to ``"torch-2.15"``, ``"torch-cuda"``,
-            ``"bf16-lean"`` or ``"fp32"``.
+        name: ``"standard"``, ``"torch"``, ``"torch-cuda"``, ``"bf16-lean"`` or ``"fp32"``.
 
     Raises:
         TypeError: The name is not a text.

@@ -59,24 +59,12 @@ _MEANINGS = {
     "leave": "run as without a rule",
 }
 
-_VERSIONS = {f"torch-2.{minor}": (2, minor) for minor in range(11, 16)}
-PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "fp32", *_VERSIONS)
-
-_FIRST = {"rms_norm": (2, 12), "linalg_matrix_sqrth": (2, 14)}
-"""First and last versions in which PyTorch's autocast casts an op."""
-_LAST = {"cholesky": (2, 13), "qr": (2, 13)}
+PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "fp32")
 
 
 @cache
 def rules_of(preset: str) -> tuple[Rule, ...]:
     """Return the rules of a preset, one of ``PRESETS``."""
-    if preset in _VERSIONS:
-        version = _VERSIONS[preset]
-        return tuple(
-            rule
-            for rule in _read("torch")
-            if _FIRST.get(rule.op, version) <= version <= _LAST.get(rule.op, version)
-        )
     match preset:
         case "torch":
             read = _read("torch")

@@ -20,9 +20,9 @@ DESCRIPTION = (
     "its line."
 )
 EPILOG = """\
-POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15,
-torch-cuda, bf16-lean, fp32), or the text of a policy, which is a
-preset and rules: "standard; softmax[bf16]:lower".
+POLICY is a TOML file, a preset (standard, torch, torch-cuda, bf16-lean, fp32),
+or the text of a policy, which is a preset and rules:
+"standard; softmax[bf16]:lower".
 
 examples:
   halfstep policy show standard               the rules of the default
