@@ -56,8 +56,6 @@ autodoc_member_order = "bysource"
 autodoc_mock_imports = [
     "accelerate",
     "lightning",
-    "timm",
-    "transformers",
 ]
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep
-from halfstep.integrations.accelerate import AcceleratorSink, use_scaler
+from halfstep.integrations.accelerate import use_scaler
 
 BROKEN = 20
 """The batch with inf."""
@@ -46,7 +46,7 @@ def main() -> None:
     scaler = use_scaler(accelerator)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    record = halfstep.record(arguments.record, scaler=scaler, sinks=[AcceleratorSink(accelerator)])
+    record = halfstep.record(arguments.record, scaler=scaler)
     with halfstep.use_policy("standard; @2:fp32", module=model), record as run:
         while run.num_steps < arguments.steps:
             for batch, target in loader:

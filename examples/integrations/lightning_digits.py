@@ -1,4 +1,4 @@
-"""Lightning: halfstep as the precision of a Trainer, with a record and diagnoses.
+"""Lightning: halfstep as the precision of a Trainer, with a record and diagnoses around `fit`.
 
 Task: classify handwritten digits. One batch is corrupt: it contains inf.
 
@@ -6,14 +6,13 @@ Rules to remember:
 - `HalfstepPrecision("16-mixed")` is a plugin: nothing else of the module or the Trainer changes.
 - `gradient_clip_val` clips in the pass that checks the gradients, with a fused optimizer too.
 - A schedule with `"interval": "step"` stays where it is when a step was skipped.
-- `RecordRun` writes the record, and its scalars into the loggers.
-- `Diagnose` says why a step went bad.
+- `halfstep.record` and `halfstep.diagnose` go around `fit`; `halfstep run --diagnose` does the same
+  for a script as it is, on several ranks too.
 
 Run: python examples/integrations/lightning_digits.py
 """
 
 import argparse
-import warnings
 from typing import Any
 
 import lightning
@@ -23,7 +22,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from halfstep.integrations.lightning import Diagnose, HalfstepPrecision, RecordRun
+import halfstep
+from halfstep.integrations.lightning import HalfstepPrecision
 
 BROKEN = 20
 """The batch with inf."""
@@ -65,11 +65,11 @@ def main() -> None:
     y = torch.tensor(digits.target)
     data = TensorDataset(x[:1500], y[:1500])
 
-    model, record, diagnose = Digits(arguments.steps), RecordRun(arguments.record), Diagnose()
+    model = Digits(arguments.steps)
+    plugin = HalfstepPrecision("16-mixed", policy="standard; @net.2:fp32")
     trainer = lightning.Trainer(
         accelerator="cpu",
-        plugins=[HalfstepPrecision("16-mixed", policy="standard; @net.2:fp32")],
-        callbacks=[record, diagnose],
+        plugins=[plugin],
         gradient_clip_val=1.0,
         max_steps=arguments.steps,
         max_epochs=-1,
@@ -78,14 +78,13 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Lightning, and each diagnosis, which is printed below
+    record = halfstep.record(arguments.record, model=model, scaler=plugin.scaler)
+    diagnose = halfstep.diagnose(plugin.scaler, model=model, tell=lambda found, step: print(found))
+    with record, diagnose:
         trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True))
 
-    counts = trainer.precision_plugin.scaler.counts()
+    counts = plugin.scaler.counts()
     print(f"{counts.taken} steps taken, {counts.skipped} skipped")
-    for found in diagnose.found:
-        print(found)
     with torch.no_grad():
         accuracy = (model.net(x[1500:]).argmax(1) == y[1500:]).float().mean()
     print(f"result: {accuracy:.1%} of the digits that it has not seen are named correctly")

@@ -1,11 +1,11 @@
-"""timm: a training loop like that of its train.py, with halfstep's `NativeScaler`.
+"""timm: a training loop like that of its train.py, with halfstep's scaler.
 
 Task: classify scikit-learn's handwritten digits. One batch is corrupt: one pixel is inf.
 
 Rules to remember:
-- One import changes: `NativeScaler` is that of `halfstep.integrations.timm`, its call the same.
+- One line is added: timm's `NativeScaler` holds a scaler, in `_scaler`.
 - timm's schedules take the number of updates: count those that were taken.
-- An average of the weights waits for a step that was taken: `loss_scaler.scaler.outcome`.
+- An average of the weights waits for a step that was taken: `scaler.outcome(optimizer)`.
 - train.py averages the losses: a NaN of a batch that is skipped stays in what it prints.
 
 Run: python examples/integrations/timm_digits.py
@@ -19,11 +19,10 @@ from sklearn.datasets import load_digits
 from timm.models import MlpMixer
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, NativeScaler
 from torch import Tensor, nn
 
 from halfstep import GradScaler, autocast
-from halfstep.integrations.timm import NativeScaler
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 BROKEN = 20  # the number of the broken batch
@@ -58,8 +57,8 @@ def main() -> None:
     average = ModelEmaV3(model, decay=0.9)
     optimizer = create_optimizer_v2(model, "adamw", lr=1e-2)
     schedule = CosineLRScheduler(optimizer, steps, t_in_epochs=False)
-    loss_scaler = NativeScaler(scaler=GradScaler(device, module=model))
-    scaler = loss_scaler.scaler
+    loss_scaler = NativeScaler(device)
+    scaler = loss_scaler._scaler = GradScaler(device, module=model)
 
     num_updates = 0
     for step, (x, y) in enumerate(batches, 1):

@@ -3,10 +3,9 @@
 Task: classify handwritten digits. One of them is corrupt: its image contains inf.
 
 Rules to remember:
-- `use_scaler(trainer)` before `train`, with `TrainingArguments(fp16=True)`; on a CPU it also
-  switches float16 on, which is silently left out there.
-- `halfstep.use_policy` and `halfstep.record` go around `trainer.train()`; the `TrainerSink` writes
-  scale, skipped steps and underflow into what the Trainer logs.
+- `use_scaler(trainer.accelerator)` before `train`, with `TrainingArguments(fp16=True)`; on a CPU it
+  also switches float16 on, which is silently left out there.
+- `halfstep.use_policy` and `halfstep.record` go around `trainer.train()`.
 - In bfloat16 there is nothing to scale: `halfstep.guard(optimizer)`, given to the Trainer in
   `optimizers=(optimizer, None)`, skips steps that are not finite.
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, set_seed
 
 import halfstep
-from halfstep.integrations.transformers import TrainerSink, use_scaler
+from halfstep.integrations.accelerate import use_scaler
 
 BROKEN = 1000
 """The digit with inf."""
@@ -70,9 +69,9 @@ def main() -> None:
         ),
         train_dataset=data[:1500],
     )
-    scaler = use_scaler(trainer)
+    scaler = use_scaler(trainer.accelerator)
     policy = halfstep.use_policy("standard; @net.2:fp32", module=model)
-    with policy, halfstep.record(arguments.record, scaler=scaler, sinks=[TrainerSink(trainer)]):
+    with policy, halfstep.record(arguments.record, scaler=scaler):
         trainer.train()
 
     counts = scaler.counts()

@@ -17,7 +17,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from halfstep.integrations.accelerate import AcceleratorSink, use_scaler  # noqa: E402
+from halfstep.integrations.accelerate import use_scaler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -134,22 +134,6 @@ def test_a_second_call_keeps_the_scaler() -> None:
     assert use_scaler(accelerator) is use_scaler(accelerator, scaler) is scaler
     with pytest.raises(CallOrderError, match="prepare"):
         use_scaler(accelerator, halfstep.GradScaler())
-
-
-def test_the_log_is_a_sink(tmp_path: Path) -> None:
-    accelerator = accelerator_of()
-    logged: list[tuple[dict[str, float], int]] = []
-    accelerator.log = lambda values, step: logged.append((values, step))
-    model, scaler = mlp(8, 16, 1, seed=1), use_scaler(accelerator)
-    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with halfstep.record(tmp_path, scaler=scaler, sinks=[AcceleratorSink(accelerator)]):
-        for x in with_a_bad_one():
-            optimizer.zero_grad()
-            accelerator.backward(prepared(x).square().mean())
-            optimizer.step()
-    steps = {step: values for values, step in logged if "halfstep/skipped" in values}
-    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
-    assert [steps[n]["halfstep/skipped"] for n in sorted(steps)] == [0, 0, 1, 0, 0, 0]
 
 
 def test_the_example(tmp_path: Path) -> None:

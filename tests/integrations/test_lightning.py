@@ -26,11 +26,7 @@ lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
-from halfstep.integrations.lightning import (  # noqa: E402
-    Diagnose,
-    HalfstepPrecision,
-    RecordRun,
-)
+from halfstep.integrations.lightning import HalfstepPrecision  # noqa: E402
 
 # Lightning and what it imports warn of versions, loggers and small machines.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -482,85 +478,38 @@ def test_errors(options: dict[str, Any], error: type[Exception], text: str) -> N
         HalfstepPrecision(**options)
 
 
-# --- callbacks ------------------------------------------------------------------------------------
-
-
-class Logger(lightning.pytorch.loggers.logger.DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append((step, dict(metrics)))
+# --- around a fit ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_records_and_diagnoses(precision: Any, tmp_path: Path) -> None:
-    record, diagnose, logger = RecordRun(tmp_path / "run"), Diagnose(), Logger()
-    options = {"callbacks": [record, diagnose], "logger": logger}
-    with pytest.warns(DiagnosisWarning, match="step 3 went bad"):
-        fit(tmp_path, Module(), plugins=[HalfstepPrecision(precision)], **options)
+def test_is_recorded_and_diagnosed(precision: Any, tmp_path: Path) -> None:
+    plugin, module = HalfstepPrecision(precision), Module()
+    scaler = plugin.scaler or halfstep.GradScaler(enabled=False)
+    with (
+        halfstep.record(tmp_path / "run", model=module, scaler=plugin.scaler),
+        halfstep.diagnose(scaler, model=module),
+        pytest.warns(DiagnosisWarning, match="step 3 went bad"),
+    ):
+        fit(tmp_path, module, plugins=[plugin])
     run = read_run(tmp_path / "run")
     assert len(run.steps) == NUM_STEPS
-    assert record.run is None
-    assert run.diagnoses[0].step == BAD + 1
-    assert diagnose.found[0].verdict == "data"
-    assert diagnose.found[0].bad.module == "net.0"
-    logged = [(step, scalars) for step, scalars in logger.logged if "halfstep/loss" in scalars]
-    assert [step for step, _ in logged] == list(range(1, NUM_STEPS + 1))
     if precision == "16-mixed":
-        assert [s["halfstep/skipped"] for _, s in logged] == [0, 0, 1, 0, 0, 0]
-        assert logged[0][1]["halfstep/scale"] == 65536.0
-
-
-class Failing(Module):
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        if index == 3:
-            raise RuntimeError("planned")
-        return super().training_step(batch, index)
-
-
-def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:
-    record, diagnose = RecordRun(tmp_path / "run"), Diagnose()
-    module = Failing()
-    callbacks = [record, diagnose]
-    with pytest.raises(RuntimeError, match="planned"):
-        fit(tmp_path, module, samples(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
-    run = read_run(tmp_path / "run")
-    assert len(run.steps) == 3
-    assert run.error is not None
-    assert "planned" in run.error
-    assert "lr_scheduler_step" not in vars(module)
-    fit(tmp_path, Module(), samples(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
-    assert len(read_run(tmp_path / "run").steps) == 3 + NUM_STEPS
-
-
-class Mixing(Module):
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.net(batch[0].double()).mean()
-
-
-def test_an_error_about_dtypes_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as raised:
-        fit(tmp_path, Mixing(), samples(None), callbacks=[Diagnose()])
-    assert "double()" in "".join(raised.value.__notes__)
+        assert [step.step for step in run.steps if not step.taken] == [BAD + 1]
+        assert run.steps[0].scale == 65536.0
 
 
 def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     module, plugin = Module(), HalfstepPrecision()
-    callbacks = [RecordRun(tmp_path / "run"), Diagnose()]
-    pickle.loads(pickle.dumps((plugin, callbacks)))  # as for ranks that are spawned
-    fit(tmp_path, module, samples(None), plugins=[plugin], callbacks=callbacks)
-    optimizer = adamw(module.net.parameters())
-    module.net(samples(None)).sum().backward()
-    optimizer.step()  # of another loop
-    assert len(read_run(tmp_path / "run").steps) == NUM_STEPS
+    pickle.loads(pickle.dumps(plugin))  # as for ranks that are spawned
+    fit(tmp_path, module, samples(None), plugins=[plugin])
+    assert "lr_scheduler_step" not in vars(module)
     pickle.dumps(module)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     script = Path(__file__).parent / "corpus" / "lightning_ranks.py"
-    done = forked.python(script, "ddp", cwd=tmp_path, warnings="ignore")
+    command = ["-m", "halfstep", "run", "--diagnose", "-o", "run", script, "ddp"]
+    done = forked.python(*command, cwd=tmp_path, warnings="ignore")
     assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     run = read_run(tmp_path / "run")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers", "timm"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
 def test_the_error_names_the_package_and_the_cure(framework, monkeypatch):
     module = f"halfstep.integrations.{framework}"
     monkeypatch.delitem(sys.modules, module, raising=False)

@@ -14,7 +14,7 @@ import halfstep
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from halfstep.integrations.transformers import TrainerSink, use_scaler  # noqa: E402
+from halfstep.integrations.accelerate import use_scaler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -60,12 +60,12 @@ class Scaled(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        use_scaler(self, halfstep.GradScaler(init_scale=256.0))
+        use_scaler(self.accelerator, halfstep.GradScaler(init_scale=256.0))
 
 
 def test_trains_in_float16_and_skips(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, optim="adamw_torch")
-    scaler = use_scaler(trainer, halfstep.GradScaler(init_scale=256.0))
+    scaler = use_scaler(trainer.accelerator, halfstep.GradScaler(init_scale=256.0))
     trainer.train()
     assert trainer.model.dtypes == {torch.float16}
     counts = scaler.counts()
@@ -81,7 +81,7 @@ def test_a_search_for_hyperparameters_keeps_the_scaler(tmp_path: Path) -> None:
         trainer = trainer_of(tmp_path, kind, optim="adamw_torch")
         first = trainer.accelerator
         if kind is transformers.Trainer:
-            use_scaler(trainer)
+            use_scaler(trainer.accelerator)
         trainer.create_accelerator_and_postprocess()
         assert trainer.accelerator is not first
         trainer.train()
@@ -94,58 +94,20 @@ def test_a_search_for_hyperparameters_keeps_the_scaler(tmp_path: Path) -> None:
 def test_a_fused_optimizer_hides_its_skips(tmp_path: Path) -> None:
     """What the docs say of it; fails when accelerate sees them."""
     trainer = trainer_of(tmp_path)  # fused by default
-    scaler = use_scaler(trainer, halfstep.GradScaler(init_scale=256.0))
+    scaler = use_scaler(trainer.accelerator, halfstep.GradScaler(init_scale=256.0))
     trainer.train()
     assert (scaler.counts().taken, trainer.lr_scheduler.last_epoch) == (6, 8)
 
 
 def test_a_checkpoint_resumes(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
-    use_scaler(trainer, halfstep.GradScaler(init_scale=256.0))
+    use_scaler(trainer.accelerator, halfstep.GradScaler(init_scale=256.0))
     trainer.train()
     again = trainer_of(tmp_path, max_steps=12)
-    scaler = use_scaler(again)
+    scaler = use_scaler(again.accelerator)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert scaler.get_scale() == 256.0
     assert scaler.counts().taken == 9
-
-
-def test_what_it_logs(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path / "out", logging_steps=1, max_steps=40)
-    scaler = use_scaler(trainer, halfstep.GradScaler(init_scale=256.0))
-    sink = TrainerSink(trainer)
-    with halfstep.record(tmp_path / "run", scaler=scaler, sinks=[sink], every=1) as run:
-        trainer.train()
-        trainer.evaluate(trainer.train_dataset)
-    logs = [each for each in trainer.state.log_history if "loss" in each]
-    assert {each["halfstep/scale"] for each in logs if "halfstep/scale" in each} == {
-        64.0,  # two NaN batches in a row, at the end of an epoch
-        128.0,
-        256.0,
-    }
-    assert 0.0 < sum(each.get("halfstep/skipped", 0.0) for each in logs) <= run.num_skipped == 10
-    assert any("halfstep/underflow" in each for each in logs)
-    assert not any("halfstep/norm" in each or "halfstep/loss" in each for each in logs)
-    others = [each for each in trainer.state.log_history if "loss" not in each]
-    assert others
-    assert not any(key.startswith("halfstep/") for each in others for key in each)
-
-
-def test_the_last_sink_of_a_trainer_counts(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path / "out", logging_steps=1, max_steps=40)
-    scaler = use_scaler(trainer, halfstep.GradScaler(init_scale=256.0))
-    for scale in (256.0, 64.0):
-        scaler.load_state_dict(halfstep.GradScaler(init_scale=scale).state_dict())
-        sink = TrainerSink(trainer)
-        with halfstep.record(tmp_path / str(scale), scaler=scaler, sinks=[sink], every=1):
-            trainer.train()
-    logs = [each for each in trainer.state.log_history if "halfstep/scale" in each]
-    assert logs[-1]["halfstep/scale"] <= 64.0
-
-
-def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mixed_precision is 'bf16'.*halfstep\.guard"):
-        use_scaler(trainer_of(tmp_path, fp16=False, bf16=True))
 
 
 def test_bfloat16_with_a_guard(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
-"""accelerate: halfstep's GradScaler in an Accelerator, and a sink for ``accelerator.log``."""
+"""accelerate, and the Trainer of transformers: halfstep's GradScaler in an Accelerator."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from halfstep import GradScaler
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
-from halfstep.sinks import prefixed
 
 with needs("accelerate"):
     from accelerate import Accelerator, DistributedType
@@ -23,7 +20,8 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
     enables float16 there. The policy is that of :class:`halfstep.use_policy` around the training.
 
     Args:
-        accelerator: An Accelerator with ``mixed_precision="fp16"``.
+        accelerator: An Accelerator with ``mixed_precision="fp16"``; ``trainer.accelerator`` of a
+            Trainer with ``fp16=True``, before ``train``.
         scaler: The scaler; by default a new one with the values of accelerate's
             ``GradScalerKwargs``.
 
@@ -69,24 +67,3 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
     accelerator.scaler = scaler
     accelerator.native_amp = True  # accelerate sets False on a CPU
     return scaler
-
-
-class AcceleratorSink:
-    """A sink of :class:`halfstep.record` that passes scalars to ``accelerator.log``.
-
-    Args:
-        accelerator: An Accelerator; it logs only after its trackers were started with
-            ``init_trackers``.
-
-    Example:
-        >>> from accelerate import Accelerator
-        >>> sink = AcceleratorSink(Accelerator(mixed_precision="fp16", cpu=True))
-        >>> sink.log(1, {"scale": 65536.0})
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the scalars under ``halfstep/``."""
-        self._accelerator.log(prefixed(scalars), step=step)

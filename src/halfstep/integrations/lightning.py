@@ -1,12 +1,10 @@
-"""Lightning: a precision plugin, and callbacks that record and diagnose."""
+"""Lightning: a precision plugin."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -19,16 +17,12 @@ from halfstep._scaler import DueSchedules
 from halfstep._scaler.access import is_unscaled
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
-from halfstep.sinks import prefixed
 
 with needs("lightning"):
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.utilities.model_helpers import is_overridden
-
-if TYPE_CHECKING:
-    from halfstep import Diagnosis, record
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -264,113 +258,3 @@ class _AfterSteps:
 
 def _own_step_of(module: LightningModule) -> Callable[[Any, Any], None]:
     return MethodType(type(module).lr_scheduler_step, module)
-
-
-def _scaler_of(trainer: Trainer) -> GradScaler | None:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if isinstance(scaler, GradScaler) else None
-
-
-class _ThroughTraining(Callback):
-    """A callback with contexts that last until the training ends."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the contexts."""
-        self._stack.close()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Leave the contexts, with the exception as the reason."""
-        self._stack.__exit__(type(exception), exception, exception.__traceback__)
-
-
-class RecordRun(_ThroughTraining):
-    """A callback that records the training for ``halfstep report``, and logs its scalars.
-
-    The loggers of the Trainer get the scalars of :mod:`halfstep.sinks`.
-
-    Args:
-        path: The folder of :class:`halfstep.record`.
-        every: The number of steps from one sample of tensors to the next.
-
-    Raises:
-        As :class:`halfstep.record`, when the training begins.
-
-    Sync: none of its own, except in sampled steps.
-
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(accelerator="cpu", callbacks=[RecordRun("runs/x")], logger=False)
-    """
-
-    def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
-        super().__init__()
-        self.path, self.every = path, every
-        self.run: record | None = None  # the current recording
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording."""
-        from halfstep import record  # which needs the extra of the tools
-
-        self.run = self._stack.enter_context(
-            record(
-                self.path,
-                model=pl_module,
-                scaler=_scaler_of(trainer),
-                every=self.every,
-                sinks=[_Logger(logger) for logger in trainer.loggers],
-            )
-        )
-        self._stack.callback(setattr, self, "run", None)
-
-
-class _Logger:
-    """A sink that writes to a logger of Lightning."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._logger.log_metrics(prefixed(scalars), step)
-
-
-class Diagnose(_ThroughTraining):
-    """A callback that diagnoses bad steps, as :func:`halfstep.diagnose` does around a loop.
-
-    A diagnosis is issued as a warning. It is also recorded if :class:`RecordRun` is a callback too.
-
-    Sync: one for each step.
-
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(accelerator="cpu", callbacks=[Diagnose()], logger=False)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Diagnosis] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start diagnosing."""
-        from halfstep import diagnose
-
-        def records() -> list[record]:
-            return [c.run for c in trainer.callbacks if isinstance(c, RecordRun) and c.run]
-
-        def number(is_counted: bool) -> int:
-            of = (each.num_steps if is_counted else each.current_step for each in records())
-            return max(of, default=0)
-
-        def tell(found: Diagnosis, step: int) -> None:
-            self.found.append(found)
-            for each in records():
-                each.add_diagnosis(found, step=step)
-            self.watch.warn(found, step)
-
-        scaler = _scaler_of(trainer) or GradScaler(enabled=False)
-        self.watch = self._stack.enter_context(diagnose(scaler, model=pl_module, tell=tell))
-        self.watch.number = number

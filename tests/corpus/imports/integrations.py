@@ -4,7 +4,6 @@ import accelerate
 import transformers
 from halfstep.integrations.accelerate import use_scaler
 from halfstep.integrations.lightning import HalfstepPrecision
-from halfstep.integrations.transformers import TrainerSink
 
 HalfstepPrecision(policy="standard")
 use_scaler(accelerate.Accelerator(mixed_precision="fp16", cpu=True))

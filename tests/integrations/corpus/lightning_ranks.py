@@ -5,7 +5,7 @@ import lightning
 import torch
 
 from halfstep import GradScaler
-from halfstep.integrations.lightning import Diagnose, HalfstepPrecision, RecordRun
+from halfstep.integrations.lightning import HalfstepPrecision
 
 
 class Module(lightning.LightningModule):
@@ -31,7 +31,6 @@ if __name__ == "__main__":
         devices=2,
         strategy=sys.argv[1],
         plugins=[HalfstepPrecision(scaler=GradScaler(init_scale=1024.0))],
-        callbacks=[RecordRun("run"), Diagnose()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
