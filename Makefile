@@ -7,6 +7,7 @@ JOBS   ?= 2
 
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
+OTHER  := OTHER_TORCH=$(TORCH) VENV=.venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 
 # Each process of pytest-xdist gets a half of the tests, in order, and takes from the other's end: most
 # files import their frameworks, start their ranks and make what their tests share once.
@@ -20,7 +21,7 @@ BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.p
 # Where the environment forbids it, each of the processes that tests start would compile halfstep anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
+.PHONY: help setup setup-torch demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -48,8 +49,10 @@ quick: check  ## check, then the tests that find most in two minutes
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python3.13]
-	@$(MAKE) --no-print-directory pytest OTHER_TORCH=$(TORCH) \
-		VENV=.venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+	@$(MAKE) --no-print-directory pytest $(OTHER)
+
+setup-torch:
+	@$(MAKE) --no-print-directory setup $(OTHER)
 
 pytest: $(READY)
 	$(PYTEST) -m "not gpu" $(ARGS)
@@ -75,9 +78,10 @@ package:  ## build dist/ and check it as PyPI would, in a .venv of its own
 
 test-simulated: $(READY)  ## the tests that take a device, on a simulated one, with what real ones lack
 	$(PYTEST) -q -m "not gpu and not slow" --device sim:cuda $(SIMULATED) $(ARGS)
-	@set -e; for profile in mps xpu_arc plain slow; do \
-		$(PYTEST) -q -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
-	done
+	@$(MAKE) --no-print-directory -j $(JOBS) simulated-mps simulated-xpu_arc simulated-plain simulated-slow
+
+simulated-%:  # few tests: one process each
+	$(BIN)/pytest -q -m "not gpu and not slow" --device sim:$* $(BY_PROFILE) $(ARGS)
 
 gpu: $(READY)  ## what needs a GPU: times beside torch.amp, counts, tests; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

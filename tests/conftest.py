@@ -107,6 +107,7 @@ def pytest_collection_finish() -> None:
     # What was imported and collected stays; each collection of garbage would look through it.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # what tests import in turn, too, takes a fifth of a second
 
 
 def pytest_sessionfinish() -> None:

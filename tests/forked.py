@@ -123,7 +123,7 @@ def one_after_another(*calls: list[object], cwd: Path, warnings: str = "") -> li
         "import halfstep._tools.cli as cli, os, runpy, sys, tempfile\n"
         f"for sys.argv in {lines}:\n"
         f"    os.chdir(tempfile.mkdtemp(dir={str(cwd)!r}))  # each leaves its files in its own\n"
-        "    if sys.argv[0] == '-m': assert cli.main(sys.argv[2:]) in (None, 0)\n"
+        "    if sys.argv[0] == '-m': assert cli.main(sys.argv[2:]) == 0\n"
         "    else: runpy.run_path(sys.argv[0], run_name='__main__')\n    print('\\0', end='')\n"
     )
     done = python("-c", code, cwd=cwd, warnings=warnings)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.ranks import pool as pools
 from tests.ranks.pool import Pool, RankFailedError
 from tests.record import several
 
@@ -52,7 +53,8 @@ def test_a_loss_that_only_the_last_stage_has(pool: Pool, tmp_path: Path) -> None
     assert beginning.ranks == (1,)  # though the gradients of both stages are NaN
 
 
-def test_a_rank_that_raised_is_named(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_raised_is_named(pool: Pool, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pools, "GRACE", 0.5)  # the other waits for it until it is killed
     with pytest.raises(RankFailedError):
         pool.run(several.record_training, str(tmp_path), "dies")
     text = said(tmp_path)

@@ -90,7 +90,7 @@ class SeveralSteps(OpObserver):
         steps_itself: bool,
     ) -> None:
         self._change, self._usual, self._steps_itself = change, usual, steps_itself
-        self._optimizers = optimizers  # returns all that there are
+        self._all_optimizers = optimizers  # returns all that there are
         self._end = time.perf_counter() + seconds
         self._owners: list[Optimizer] | None = None
         self._seen: list[float] = []
@@ -181,7 +181,7 @@ class SeveralSteps(OpObserver):
             run.backoff /= 16  # a scaler skips it
             return scale > 1
         if self._owners is None:
-            self._owners = _optimizers_of(leaves, self._optimizers())
+            self._owners = _optimizers_of(leaves, self._all_optimizers())
         limit = self._usual.max_norm
         factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
         with torch.no_grad():
