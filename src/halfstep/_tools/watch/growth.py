@@ -127,9 +127,7 @@ class Growth:
         A clamp hides that, and a wider dtype delays it. Sync: one for each optimizer.
         """
         by_losses = self._by_losses(found)
-        explained = by_losses
-        if by_losses is not None or found.verdict != "range":
-            explained = self._by_weights(found, step, by_losses, calls) or by_losses
+        explained = self._by_weights(found, step, by_losses, calls) or by_losses
         sizes = [_largest(parameters(optimizer)) for optimizer in self._measured]
         size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
         if explained is not None:
