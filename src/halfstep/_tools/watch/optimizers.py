@@ -141,6 +141,17 @@ def first_rate(optimizer: Optimizer, measured: float) -> float:
     return max(begun, default=measured)
 
 
+def of_high_rate(optimizer: Optimizer, growth: float) -> str:
+    """Return the cure of steps that are too long, in which a weight grew so many-fold each."""
+    text, rate = f"lower the learning rate of {type(optimizer).__name__}", rate_of(optimizer)
+    if type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
+        # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
+        much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
+        return f"{text} to {number(rate / (growth + 1))}: {much}"
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    return f"{text}, or clip the gradients before its step:\n{clip}"
+
+
 def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> str:
     """Return the cure of a learning rate that the code has raised, with its lines.
 
@@ -150,7 +161,7 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
     schedules = {
         type(each).__name__: None
         for each in gc.get_objects()
-        if issubclass(type(each), LRScheduler) and each.optimizer is optimizer
+        if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer
     }
     modules = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
     own = (file for file in modules if file and is_users(file) and not is_of_package(file))

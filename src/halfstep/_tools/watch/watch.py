@@ -590,7 +590,8 @@ class Watch:
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
         line = ends[-1].at.line if ends and ends[-1].at else None
-        usual = self._growth.usual(self._step, line, self._max_norm, again, calls)
+        usual = self._growth.usual(self._step, line, calls)
+        usual = replace(usual, max_norm=self._max_norm, step=again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
