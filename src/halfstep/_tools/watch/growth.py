@@ -157,7 +157,7 @@ class Growth:
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
-            text = of_settings(optimizer)
+            text = of_settings(optimizer, begun)
             if optimizer in self._adding and optimizer not in self._cleared:
                 event += "; its gradients were not zeroed between the steps that were checked"
                 text = (

@@ -98,7 +98,7 @@ def with_bad_state(
     return None
 
 
-def of_settings(optimizer: Optimizer) -> str:
+def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:
     """Return the cure of a setting that makes weights larger; empty if none is the cause.
 
     A weight decay or ``maximize`` may, and LBFGS without a line search takes steps of any length.
@@ -111,7 +111,8 @@ def of_settings(optimizer: Optimizer) -> str:
             return f"{type(optimizer).__name__}(..., maximize=False)  # True lets the loss grow"
         rate, decay = group.get("lr"), group.get("weight_decay")
         is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
-        if is_direct and isinstance(rate, float) and decay and rate * decay > 2:
+        rate = min(rate, begun) if isinstance(rate, float) else 0.0  # not one raised since
+        if is_direct and decay and rate * decay > 2:
             return (
                 f"lower weight_decay: {decay:g} at lr={rate:g} multiplies each weight by "
                 f"1 - {rate:g} * {decay:g} = {1 - rate * decay:g} in a step. Below 2 / lr = "
