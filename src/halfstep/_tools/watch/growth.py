@@ -186,7 +186,7 @@ class Growth:
         return (
             f"bound the loss from below: it fell to {number(falling[-1])} in step "
             f"{self._losses[lowest][0]}. A likelihood needs a smallest variance, such as "
-            "sigma = log_sigma.clamp_min(-5).exp()"
+            "log_sigma.clamp_min(-5).exp() or softplus(sigma) + 1e-3"
         )
 
     def _by_losses(self, found: Diagnosis) -> Diagnosis | None:
