@@ -275,7 +275,7 @@ def test_the_usual_loss_is_that_of_its_line() -> None:
     growth, lines = Growth(), [Line("gan.py", number, "", "") for number in (7, 9)]
     for step, (loss, line) in enumerate(zip([100.0, 1.0] * 9, lines * 9, strict=True)):
         growth.note_loss(loss, step, line)
-    usual = [growth.usual(18, line, None, None).loss for line in (*lines, None)]
+    usual = [growth.usual(18, line).loss for line in (*lines, None)]
     assert usual == [100.0, 1.0, None]
 
 

@@ -80,7 +80,6 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # (): the id of the backward pass running in this thread, -1 for none.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
-
 # (): the node running backward in this thread, None for none.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -202,8 +201,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 def wrap_recomputed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Make torch.utils.checkpoint store ``wrap(function)`` instead of each function to recompute.
 
-    Done once, permanently. ``wrap`` is called in the forward pass; its result is called in both
-    passes.
+    Done once, permanently. ``wrap`` is called in the forward pass; its result in both passes.
     """
     reentrant = torch.utils.checkpoint.CheckpointFunction
     forward = reentrant.forward
@@ -231,10 +229,12 @@ def saved_by(node: Any) -> dict[str, torch.Tensor]:
 
 
 def factor_of(root: Any) -> float:
-    """Return the number that a loss was multiplied by last; 1 if it was not. Sync: one."""
-    node = getattr(root, "grad_fn", None)
-    saved = saved_by(node) if type(node).__name__ == "MulBackward0" else {}
-    return float(*saved.values()) if [each.numel() for each in saved.values()] == [1] else 1.0
+    """Return the number that a loss was last multiplied by; 1 if it was not. Sync: one."""
+    node: Any = getattr(root, "grad_fn", None)
+    while type(node).__name__ == "DivBackward0":
+        node = node.next_functions[0][0]
+    saved = [*saved_by(node).values()] if type(node).__name__ == "MulBackward0" else []
+    return float(*saved) if [each.numel() for each in saved] == [1] else 1.0
 
 
 def function_without_autocast(context: object) -> type | None:

@@ -76,7 +76,7 @@ BY_HAND = (
 LEAVE_OUT = "leave this batch out"
 WITHOUT_ROWS = (
     "leave out its bad rows, best where it is made: "
-    "keep = {0}.isfinite().reshape(len({0}), -1).all(1), then inputs[keep] and targets[keep]"
+    "keep = {0}.isfinite().reshape(len({0}), -1).all(1), then inputs[keep] and targets[keep]\n"
 )
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
@@ -299,12 +299,16 @@ def judge(
         blame.phase == "backward" and (is_wide_finite or wide is None)
     )
     scale = run.scale or run.by_hand
-    smaller = cure_search.smaller_scale(trial, scale, bad) if scale and may_be_scale else None
-    if scale and smaller:
+    cure: Cure | None = None
+    if scale and may_be_scale and (smaller := cure_search.smaller_scale(trial, scale, bad)):
         cure = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
+    elif scale and run.by_hand and found.is_scaling and bad.excess:  # no replay multiplies by less
+        cure = cure_search.of_scale(cure_search.power_below(scale / bad.excess / 2))
+    if cure is not None:
         if run.scale is None:
-            cure = replace(cure, text=BY_HAND.format(smaller, scale))
-        return Diagnosis("scale", bad, None, found.ends, scale, cure)
+            cure = replace(cure, text=BY_HAND.format(cure.scale, scale))
+        judged = Diagnosis("scale", bad, None, found.ends, scale, cure)
+        return (cure.is_finite is False and trial.usual.explain(judged)) or judged
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     after = None if wide is None else wide.blame
@@ -313,8 +317,7 @@ def judge(
     in_float32 = True if is_wide_finite else False if is_same else None
     verdict: Verdict = "range" if is_wide_finite or bad.is_beyond_its_dtype else "maths"
     judged = Diagnosis(verdict, bad, None, found.ends, run.scale, is_finite_in_float32=in_float32)
-    grown = trial.usual.explain(judged)
-    if grown is not None:
+    if (grown := trial.usual.explain(judged)) is not None:
         return grown
     try:
         if verdict == "range":
@@ -358,6 +361,7 @@ def judge_alone(
 
 def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "") -> Cure:
     """Return the cure for a tensor that was bad before the step; ``where`` names its entries."""
+    rows = WITHOUT_ROWS.format(str(tensor).partition(" in ")[0]) if "row" in where else ""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
     elif named := [operand for operand in bad.inputs if operand.name == tensor]:
@@ -368,11 +372,10 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
-        name = str(tensor).partition(" in ")[0]
         together = " on all ranks, which wait for each other" if distributed.has_ranks() else ""
-        out = f"{LEAVE_OUT}{together}\n{tensor} is not finite{where}"
-        text = f"{WITHOUT_ROWS.format(name)}\nor {out}" if "row" in where else out
+        text = f"{rows}{'or ' * bool(rows)}{LEAVE_OUT}{together}\n{tensor} is not finite{where}"
     else:
         finding = f": before the step began it was not finite{where}"
-        text = f"look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"
+        rows = rows if bad.op == "index" else ""  # which takes a batch from it
+        text = f"{rows}look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"
     return Cure("data", text)

@@ -335,12 +335,11 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
         yield "reads", _operand(operand)
     if bad.output is not None:
         yield "returns", _operand(bad.output)
-    if bad.needs is not None and bad.limit is not None and bad.output is not None:
+    if bad.needs is not None and bad.limit is not None and bad.is_overflow and bad.output:
         factor = f"{bad.needs / bad.limit:.3g}"
         times = "" if factor == "1" else f": {factor} times as much"
-        if bad.needs > bad.limit:
-            needs, limit = _number(bad.needs), _number(bad.limit)
-            yield "needs", f"{needs}, {bad.output.dtype} ends at {limit}{times}"
+        ends = f"{bad.output.dtype} ends at {_number(bad.limit)}{times}"
+        yield "needs", f"{_number(bad.needs)}, {ends}"
     if found.scale is not None:
         yield "scale", power(found.scale)
 

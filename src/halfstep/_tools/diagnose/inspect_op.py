@@ -78,7 +78,6 @@ class OpInspection(OpObserver):
             self.has_seen = True
             inputs = tuple(operand(t, self._name_of(t)) for t in call.given if _is_shown(t))
             line = user_line()
-            # In a hook, the op is not that of the forward pass.
             name = call.name if line and self.bad.phase == "backward" else self.bad.name
             self.bad = replace(self.bad, name=name, line=line, inputs=inputs, needs=_needs(call))
             if tensor is not None:

@@ -223,8 +223,7 @@ class SeveralSteps(OpObserver):
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    step = type(optimizer).step
-    closure = inspect.signature(step).parameters.get("closure")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

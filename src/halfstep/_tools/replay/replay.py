@@ -38,6 +38,9 @@ from halfstep.events import PolicyOnDevice, unobserved
 _ALWAYS = 2
 """The number of replays that are made even if they take too long."""
 
+BY_HAND = 16.0
+"""The smallest factor of a loss that counts as its scale."""
+
 
 @dataclass
 class StepRun:
@@ -49,7 +52,7 @@ class StepRun:
     # The autocast regions that the step entered.
     entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None  # exception that ended the step, if any
-    # The numbers of the ops that multiplied losses by the scale.
+    # The numbers of the ops that multiplied losses by the scale, or of the last two by hand.
     scaling: list[range] = field(default_factory=list)
 
 
@@ -389,8 +392,9 @@ def _scaled(
     def backward(original: Any, tensors: Any, grad: Any = None, *args: Any, **kwargs: Any) -> None:
         with modes.unseen_by_modes(), torch.no_grad():
             factor = 1.0 if before or grad is not None else autograd.factor_of(tensors)
-            if factor > 1:
+            if factor >= BY_HAND:
                 run.by_hand = factor
+                run.scaling.append(range(mode.num_ops - 2, mode.num_ops))
                 if scale is not None:
                     run.scale, grad = scale, torch.full_like(tensors, scale / factor)
         original(tensors, grad, *args, **kwargs)

@@ -21,12 +21,13 @@ from halfstep._common.numbers import number
 from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import distributed, modes
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
-from halfstep._tools.diagnose.several_steps import Step, Usual
+from halfstep._tools.diagnose.several_steps import Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
 from halfstep._tools.watch.inputs import of_inputs
 from halfstep._tools.watch.optimizers import (
     first_rate,
+    of_high_rate,
     of_raised_rate,
     of_settings,
     rate_of,
@@ -78,21 +79,14 @@ class Growth:
             loss = max(loss, self._losses.pop()[1], key=abs)
         self._losses.append((step, loss, line))
 
-    def usual(
-        self,
-        step: int,
-        line: Line | None,
-        max_norm: float | None,
-        before: Step | None,
-        calls: Sequence[KeptCall] = (),
-    ) -> Usual:
+    def usual(self, step: int, line: Line | None, calls: Sequence[KeptCall] = ()) -> Usual:
         """Return what is known of the steps before one: losses of its line, unless they are few."""
         is_alone = len({at for _, _, at in self._losses}) == 1
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
         loss = size = None
         if len(last) >= 3:
             loss, size = median(last), median(map(abs, last))
-        return Usual(loss, size, max_norm, before, partial(self.explain, step=step, calls=calls))
+        return Usual(loss, size, explain=partial(self.explain, step=step, calls=calls))
 
     def before_step(
         self, optimizer: Optimizer, step: int, model: Callable[[], nn.Module | None]
@@ -127,9 +121,11 @@ class Growth:
         A clamp hides that, and a wider dtype delays it. Sync: one for each optimizer.
         """
         by_losses = self._by_losses(found)
-        explained = by_losses
-        if by_losses is not None or found.verdict != "range":
-            explained = self._by_weights(found, step, by_losses, calls) or by_losses
+        needed = EXPLODED if by_losses is None else EXPLODED / 10
+        explained = self._by_weights(found, step, calls, needed) or by_losses
+        if explained and by_losses and explained is not by_losses:
+            both = f"{by_losses.happened}; {explained.happened.partition(': ')[2]}"
+            explained = replace(explained, happened=both)
         sizes = [_largest(parameters(optimizer)) for optimizer in self._measured]
         size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
         if explained is not None:
@@ -143,24 +139,16 @@ class Growth:
         yield from filter(None, [self._of_collapse(), of_inputs(calls)])
 
     def _by_weights(
-        self,
-        found: Diagnosis,
-        step: int,
-        by_losses: Diagnosis | None,
-        calls: Sequence[KeptCall],
+        self, found: Diagnosis, step: int, calls: Sequence[KeptCall], needed: float
     ) -> Diagnosis | None:
-        needed = EXPLODED if by_losses is None else EXPLODED / 10
         for optimizer, measured in self._measured.items():
             amax, name = _largest(parameters(optimizer)), type(optimizer).__name__
-            grown = (
-                each
-                for back, each in enumerate(reversed(measured), start=1)
-                if amax > needed**back * max(each.amax, 1.0)
-            )
-            before = next(grown, None)
-            if before is None:
+            for back, before in enumerate(reversed(measured), start=1):
+                base = max(before.amax, 1.0)
+                if amax > needed**back * base:
+                    break
+            else:
                 continue
-            growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
             rate, begun = rate_of(optimizer), first_rate(optimizer, measured[0].rate)
             rates = dict.fromkeys(map(number, (before.rate, rate)))
             event = (
@@ -169,7 +157,7 @@ class Growth:
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
-            text = of_settings(optimizer)
+            text = of_settings(optimizer, begun)
             if optimizer in self._adding and optimizer not in self._cleared:
                 event += "; its gradients were not zeroed between the steps that were checked"
                 text = (
@@ -180,30 +168,17 @@ class Growth:
                 files = [line.file for _, _, line in self._losses if line is not None]
                 text = of_raised_rate(optimizer, begun, files)
             elif not text:
-                text = f"lower the learning rate of {name}"
-                if type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
-                    # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
-                    text += (
-                        f" to {number(rate / (growth + 1))}: at {number(rate)} its largest weight "
-                        f"grew {number(growth)}-fold a step"
-                    )
-                else:
-                    text += (
-                        ", or clip the gradients before its step:\n"
-                        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-                    )
-                text = "\nor ".join([*self.hints(calls), text])
-            if by_losses is not None:
-                event = f"{by_losses.happened}; {event.partition(': ')[2]}"
+                of_rate = of_high_rate(optimizer, (amax / base) ** (1 / max(step - before.step, 1)))
+                text = "\nor ".join([*self.hints(calls), of_rate])
             return replace(found, happened=event, cure=Cure("code", text))
         return None
 
     def _of_collapse(self) -> str:
-        """Return the cure of a likelihood whose loss fell steadily to below 0, else empty."""
+        """Return the cure of a likelihood whose loss fell steadily to below -1, else empty."""
         last = [loss for _, loss, _ in self._losses]
         lowest = min(range(len(last)), key=last.__getitem__, default=0)
         falling = last[max(0, lowest - 100) : lowest + 1]
-        if len(falling) < _WINDOWS[-1] or falling[-1] > 0:
+        if len(falling) < _WINDOWS[-1] or falling[-1] > -1:
             return ""
         quarters = _quarters(falling)
         if not all(a > b for a, b in pairwise(quarters)):
@@ -211,7 +186,7 @@ class Growth:
         return (
             f"bound the loss from below: it fell to {number(falling[-1])} in step "
             f"{self._losses[lowest][0]}. A likelihood needs a smallest variance, such as "
-            "sigma = log_sigma.clamp_min(-5).exp()"
+            "log_sigma.clamp_min(-5).exp() or softplus(sigma) + 1e-3"
         )
 
     def _by_losses(self, found: Diagnosis) -> Diagnosis | None:

@@ -1,4 +1,4 @@
-"""Large and bad values in what a model or a loss is given, and in the data set."""
+"""Large and non-finite values in what a model or a loss is given, and in the data set."""
 
 from __future__ import annotations
 

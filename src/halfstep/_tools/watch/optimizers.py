@@ -98,7 +98,7 @@ def with_bad_state(
     return None
 
 
-def of_settings(optimizer: Optimizer) -> str:
+def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:
     """Return the cure of a setting that makes weights larger; empty if none is the cause.
 
     A weight decay, a momentum or ``maximize`` may, and LBFGS without a line search takes steps of
@@ -115,7 +115,8 @@ def of_settings(optimizer: Optimizer) -> str:
             return f"lower momentum: at {momentum:g} past gradients never decay; 0.9 is usual"
         rate, decay = group.get("lr"), group.get("weight_decay")
         is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
-        if is_direct and isinstance(rate, float) and decay and rate * decay > 2:
+        rate = min(rate, begun) if isinstance(rate, float) else 0.0  # not one raised since
+        if is_direct and decay and rate * decay > 2:
             return (
                 f"lower weight_decay: {decay:g} at lr={rate:g} multiplies each weight by "
                 f"1 - {rate:g} * {decay:g} = {1 - rate * decay:g} in a step. Below 2 / lr = "
@@ -145,6 +146,17 @@ def first_rate(optimizer: Optimizer, measured: float) -> float:
     return max(begun, default=measured)
 
 
+def of_high_rate(optimizer: Optimizer, growth: float) -> str:
+    """Return the cure of steps that are too long, in which a weight grew so many-fold each."""
+    text, rate = f"lower the learning rate of {type(optimizer).__name__}", rate_of(optimizer)
+    if type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
+        # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
+        much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
+        return f"{text} to {number(rate / (growth + 1))}: {much}"
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    return f"{text}, or clip the gradients before its step:\n{clip}"
+
+
 def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> str:
     """Return the cure of a learning rate that the code has raised, with its lines.
 
@@ -154,7 +166,7 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
     schedules = {
         type(each).__name__: None
         for each in gc.get_objects()
-        if issubclass(type(each), LRScheduler) and each.optimizer is optimizer
+        if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer
     }
     modules = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
     own = (file for file in modules if file and is_users(file) and not is_of_package(file))

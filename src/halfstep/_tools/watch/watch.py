@@ -594,7 +594,8 @@ class Watch:
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
         line = ends[-1].at.line if ends and ends[-1].at else None
-        usual = self._growth.usual(self._step, line, self._max_norm, again, calls)
+        usual = self._growth.usual(self._step, line, calls)
+        usual = replace(usual, max_norm=self._max_norm, step=again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -615,8 +616,9 @@ class Watch:
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
-            if found.verdict != "growth" and found.bad is not None and found.bad.is_overflow:
-                self.notes += [f"not tried: {hint}" for hint in self._growth.hints(calls)]
+            if found.verdict in ("maths", "range", "scale") and found.bad is not None:
+                of_inputs = calls if found.bad.is_overflow else ()
+                self.notes += [f"not tried: {hint}" for hint in self._growth.hints(of_inputs)]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
