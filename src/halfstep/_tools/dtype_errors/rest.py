@@ -510,8 +510,6 @@ def _completed(
     more: int = 3,
 ) -> Edits | None:
     """Return a cure with casts at the lines that fail after it, if a few are enough."""
-    if any(node in edits for node in ast.walk(failure.call.node or ast.Pass())):
-        return None
     dtypes = dtypes | {t.dtype for _, t, _ in failure.named if t.is_floating_point()}
     by_use = sorted(dtypes, key=lambda dtype: (cast_to(dtype) not in edits.values(), str(dtype)))
     for casts in _casts(failure, by_use):
@@ -519,7 +517,8 @@ def _completed(
         after = fails(both)
         if after is None:
             return both
-        if more and (found := _completed(both, after, fails, dtypes, more - 1)):
+        is_elsewhere = after.call.node is not failure.call.node
+        if more and is_elsewhere and (found := _completed(both, after, fails, dtypes, more - 1)):
             return found
     return None
 
