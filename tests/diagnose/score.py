@@ -201,7 +201,8 @@ def _of_kinds(options: argparse.Namespace) -> bool:
 def _of_dtypes(verbose: bool) -> bool:
     """Print the score of errors about dtypes; return whether all is right but known misses."""
     judged = {}
-    for name, program in (dtype_programs.ALL | dtype_programs.REST).items():
+    programs = dtype_programs.ALL | dtype_programs.REST | dtype_programs.WHOLE
+    for name, program in programs.items():
         # A folder for each: Python keeps the lines of a file by its name.
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(None):
             judged[name] = dtype_programs.judge(program, Path(folder))

@@ -1,7 +1,8 @@
 """Hostile programs that fail with an error about dtypes; many follow public threads.
 
-They are the files of ``corpus``: simple ones, those that came first, newer ones, and those that
-import libraries, which takes seconds. ``BEGIN`` stands before each. Lines above one say::
+They are the files of ``corpus``: simple ones, those that came first, newer ones, those that import
+libraries, which takes seconds, and whole scripts. ``BEGIN`` stands before each. Lines above one
+say::
 
     # thread: OWNER/REPOSITORY NUMBER
     # expect: what the explanation says; #1 in it is the number of the line that ends with #1, and
@@ -84,7 +85,8 @@ def programs(folder: str) -> dict[str, Hostile]:
     return {file.stem.replace("_", " "): read(file) for file in files}
 
 
-FIRST, NEWER, LIBRARIES, REST = map(programs, ("first", "newer", "libraries", "rest"))
+FIRST, NEWER, LIBRARIES = map(programs, ("first", "newer", "libraries"))
+REST, WHOLE = programs("rest"), programs("whole")
 ALL = FIRST | NEWER | LIBRARIES
 PLAIN = programs("simple")
 

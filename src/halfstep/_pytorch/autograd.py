@@ -237,6 +237,13 @@ def factor_of(root: Any) -> float:
     return float(*saved) if [each.numel() for each in saved] == [1] else 1.0
 
 
+def without_grad_mode(function: Any) -> Any:
+    """Return the function that ``torch.no_grad`` and such, as decorators, have wrapped."""
+    code = getattr(function, "__code__", None)
+    is_wrapper = code is not None and code.co_filename == torch.utils._contextlib.__file__
+    return function.__wrapped__ if is_wrapper else function
+
+
 def function_without_autocast(context: object) -> type | None:
     """Return the user's ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` marked it."""
     function: type | None = getattr(type(context), "_forward_cls", None)

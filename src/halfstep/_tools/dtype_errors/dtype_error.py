@@ -24,6 +24,7 @@ from halfstep._pytorch import autograd
 from halfstep._tools.dtype_errors.edits import Edits, edited_lines
 from halfstep._tools.dtype_errors.failing_call import (
     ABOUT_DTYPES,
+    ABOUT_INTEGERS,
     Call,
     Context,
     Named,
@@ -41,7 +42,6 @@ _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
     "|Expected both inputs|unsupported ScalarType|without overflow|only supported for"
 )
-_ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte)\b")
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
@@ -135,7 +135,7 @@ def _explained(error: BaseException) -> DtypeError | None:
                 stack.enter_context(context.context)
         # The innermost call that names tensors: a check of PyTorch may raise, in Python.
         inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
-        integers = _ABOUT_INTEGERS.search(str(error)) is not None
+        integers = ABOUT_INTEGERS.search(str(error)) is not None
         is_about_one = _ABOUT_ONE.search(str(error)) is not None
         named = [[*call.tensors(with_integers=integers)] for call in inner]
         found = failing = next(filter(None, named), [])
@@ -161,10 +161,7 @@ def _explained(error: BaseException) -> DtypeError | None:
         if made or user.has_no_effects or found is failing:
             tried += _cures(failing_call, made or own, operands, function, hidden)
             tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
-    is_ordered = made is not None or own is user
-    cures = [(each, "") for each in tried]
-    if is_ordered:
-        cures = ordered(tried, calls, user, made or user)
+    cures = ordered(tried, calls, user, made or own)
     files = [call.place.code.co_filename for call in users if not call.is_of_package]
     lines = [TriedEdits(edited_lines(edits, files), then) for edits, then in cures]
     where, text = _told(own)

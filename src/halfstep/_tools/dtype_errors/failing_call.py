@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.nn.utils.rnn import PackedSequence
 
-from halfstep._autocast import Region, Settings, autocast
+from halfstep._autocast import Region, Settings
 from halfstep._autocast.access import settings_of
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
@@ -59,6 +59,7 @@ ABOUT_DTYPES = re.compile(
     r"|could not create a primitive descriptor",  # of oneDNN, for a state in another dtype
     re.IGNORECASE,
 )
+ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte)\b")
 _BUILTINS = (len, range, enumerate, zip, isinstance, int, float, tuple, list, min, max, sum, dict)
 _READ = (nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers)
 _PURE = (
@@ -249,9 +250,8 @@ def has_no_effects(function: Any) -> bool:
         return True
     if isinstance(function, MethodType) and isinstance(function.__self__, Tensor):
         return function.__name__ in {"unflatten", "split", "norm", "unique", "stft"}  # in Python
-    if isinstance(function, MethodType) and function.__func__ in _READ:
-        return True
-    return callable(function) and (module.startswith(_PURE) or dispatch.is_torchs(function))
+    is_read = isinstance(function, MethodType) and function.__func__ in _READ
+    return is_read or module.startswith(_PURE) or dispatch.is_torchs(function)
 
 
 def called(function: Any, args: list[Any], named: dict[str, Any]) -> Any:
@@ -399,11 +399,6 @@ class Context(NamedTuple):
     context: torch_autocast | Region  # to be entered again
     is_here: bool  # whether the failing call ran in the same thread
     function: ast.expr | None  # what a ``with`` of the user calls
-
-    @property
-    def is_torchs(self) -> bool:
-        """Whether it is a plain ``torch.autocast``, or what stands in for one."""
-        return type(self.context) not in (Region, autocast)
 
 
 def contexts_of(calls: list[Call]) -> list[Context]:

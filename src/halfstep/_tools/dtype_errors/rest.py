@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from halfstep._autocast import Region, autocast
 from halfstep._pytorch import autograd, modules
 from halfstep._tools.dtype_errors.edits import (
     NAMES,
@@ -33,6 +34,7 @@ from halfstep._tools.dtype_errors.edits import (
 )
 from halfstep._tools.dtype_errors.failing_call import (
     ABOUT_DTYPES,
+    ABOUT_INTEGERS,
     CONTEXTS,
     Call,
     called,
@@ -56,16 +58,14 @@ _UNKNOWN = object()
 class _Fails(Exception):  # noqa: N818
     """An error about dtypes of a call, or of the backward pass of what it returned."""
 
-    def __init__(self, call: Call) -> None:
-        self.call, self.named = call, [*call.tensors()]
+    def __init__(self, call: Call, error: Exception) -> None:
+        integers = ABOUT_INTEGERS.search(str(error)) is not None
+        self.call, self.named = call, [*call.tensors(with_integers=integers)]
         self.statement: Any = None
 
 
 class _Jump(Exception):  # noqa: N818
-    """A ``continue`` or a ``break``."""
-
-    def __init__(self, statement: ast.stmt) -> None:
-        self.statement = statement
+    """A ``continue`` or a ``break``, which is its argument."""
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class _Frame(Call):
         except (RuntimeError, TypeError, ValueError) as error:
             if not _is_raised(error):
                 raise
-            raise _Fails(self._differentiated(node) or self.at(node)) from error
+            raise _Fails(self._differentiated(node) or self.at(node), error) from error
         is_made = isinstance(value, Tensor) and value.grad_fn is not None
         if is_made and isinstance(node, (ast.Call, ast.BinOp)):
             self.all.made.setdefault(value.grad_fn, self.at(node))
@@ -110,12 +110,10 @@ class _Frame(Call):
             case ast.Call(func=func):
                 function, (args, named) = self.value(func), self.arguments(node)
                 return self._called(node, function, args, named)
-            case ast.ListComp(part, [ast.comprehension(target, of, [])]) | ast.GeneratorExp(
-                part, [ast.comprehension(target, of, [])]
-            ):
+            case ast.ListComp(part, [loop]) | ast.GeneratorExp(part, [loop]) if not loop.ifs:
                 inner, parts = replace(self, local={**self.local}), []
-                for each in self.items(of):
-                    inner._assign(target, each)
+                for each in self.items(loop.iter):
+                    inner._assign(loop.target, each)
                     parts.append(inner.value(part))
                 return parts
             case ast.Attribute(value=of, attr=name):
@@ -152,9 +150,8 @@ class _Frame(Call):
                 args = [self._called(node, part, args, {})]
             return args[0]
         if isinstance(of, type) and issubclass(of, torch.autograd.Function) and name == "apply":
-            methods = {
-                each: staticmethod(self._method(of, each)) for each in ("forward", "backward")
-            }
+            names = ("forward", "backward")
+            methods = {each: staticmethod(self._method(of, each)) for each in names}
             again = type(of.__name__, (torch.autograd.Function,), methods)
             return getattr(again, name)(*args)
         return self._users(function, args, named)
@@ -175,6 +172,7 @@ class _Frame(Call):
             function = function.forward
         if isinstance(function, MethodType):
             function, args = function.__func__, [function.__self__, *args]
+        function = autograd.without_grad_mode(function)
         if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
             raise LookupError(function)
         given = inspect.signature(function, follow_wrapped=False).bind(*args, **named)
@@ -197,7 +195,9 @@ class _Frame(Call):
                 try:
                     returned = self._done_or_forgotten(each)
                 except (RuntimeError, TypeError, ValueError, _Fails) as error:
-                    failure = error if isinstance(error, _Fails) else _Fails(self.at(statement))
+                    failure = (
+                        error if isinstance(error, _Fails) else _Fails(self.at(statement), error)
+                    )
                     failure.statement = failure.statement or statement
                     raise failure from error
                 if returned is not None:
@@ -272,7 +272,7 @@ class _Frame(Call):
                     try:
                         returned = self.run(body)
                     except _Jump as jump:
-                        if isinstance(jump.statement, ast.Break):
+                        if isinstance(jump.args[0], ast.Break):
                             return None
                         continue
                     if returned is not None:
@@ -385,6 +385,8 @@ def _failure(calls: list[Call], number: int, until: float, edits: Edits) -> _Fai
                 frame.local.update((name, before[name]) for name in unknown & before.keys())
     except _Fails as failure:
         return failure
+    except TimeoutError:
+        raise
     except Exception:  # also of an object of the user
         return None
     return None
@@ -409,17 +411,23 @@ def runs(call: Call, edits: Edits, context: str = "") -> bool:
 
 
 def casts_of(names: Iterable[str], call: Call, dtype: torch.dtype) -> Edits:
-    """Return casts of expressions of a call."""
-    within = call.node or ast.Pass()
-    return dict.fromkeys((n for name in names for n in occurrences(name, within)), cast_to(dtype))
+    """Return casts of expressions of a call; of ``h[0]``, those of each part of ``h``."""
+    casts: dict[ast.expr, str] = {}
+    for name in names:
+        whole, within = name.rpartition("[")[0], call.node or ast.Pass()
+        found = [*occurrences(name, within)]
+        casts |= dict.fromkeys(found, cast_to(dtype))
+        for node in occurrences(whole, within) if whole and not found else ():
+            if isinstance(value := call.value(node), (list, tuple)):
+                casts[node] = f"{type(value).__name__}(each.to({dtype}) for each in {{}})"
+    return casts
 
 
 # --- the order of cures ---------------------------------------------------------------------------
 
 
-def statement_of(call: Call) -> ast.stmt:
-    nodes = [call.node, *call.around()]
-    return next(node for node in nodes if isinstance(node, ast.stmt))
+def statement_of(call: Call) -> ast.stmt | None:
+    return next((n for n in [call.node, *call.around()] if isinstance(n, ast.stmt)), None)
 
 
 def ordered(
@@ -431,28 +439,30 @@ def ordered(
     cure after which a later line fails is completed: by casts before the line or there, or by a
     context around an outer call.
     """
-    until = time.monotonic() + _SECONDS
+    until, unknown = time.monotonic() + _SECONDS, [(cure, "") for cure in cures]
     first, _ = next(_same_failures(calls, user, until), (None, None))
     if first is None:
-        return [(cure, "") for cure in cures]
+        return unknown
     fails = partial(_failure, calls, first, until)
     dtypes = {torch.float32, *(each.tensor.dtype for each in user.tensors())}
     outer = [c for c in calls[first : calls.index(user)] if c.is_users and not c.is_of_package]
+    torchs = [c for c in contexts_of(calls) if type(c.context) not in (Region, autocast)]
     good, failing = list[Edits](), list[tuple[Edits, str]]()
-    for cure in cures:
-        is_out = calls[first] is user and any(isinstance(node, FUNCTIONS) for node in cure)
-        if is_out or (failure := fails(cure)) is None:  # its function has been called before
-            good.append(cure)
-            continue
-        failing.append((cure, f"line {failure.statement.lineno}"))
-        better = next((each for each in _wider(cure, line, outer) if not fails(each)), None)
-        if better is None and all(isinstance(node, ast.expr) for node in cure):
-            better = _completed(cure, failure, fails, dtypes)
-        good += [] if better is None else [better]
-    for theirs in [c for c in contexts_of(calls) if c.is_here and c.is_torchs][-1:]:
-        ours = {theirs.function: "halfstep.autocast"}
-        good += [] if theirs.function is None or fails(ours) else [ours]
-    return [(edits, "") for edits in good] or failing
+    with suppress(TimeoutError):
+        for cure in cures:
+            is_out = calls[first] is user and any(isinstance(node, FUNCTIONS) for node in cure)
+            if is_out or (failure := fails(cure)) is None:  # its function has been called before
+                good.append(cure)
+                continue
+            failing.append((cure, f"line {failure.statement.lineno}"))
+            better = next((each for each in _wider(cure, line, outer) if not fails(each)), None)
+            if better is None and all(isinstance(node, ast.expr) for node in cure):
+                better = _completed(cure, failure, fails, dtypes)
+            good += [] if better is None else [better]
+        for theirs in [context for context in torchs if context.is_here][-1:]:
+            ours = {theirs.function: "halfstep.autocast"}
+            good += [] if theirs.function is None or fails(ours) else [ours]
+    return [(edits, "") for edits in good] or failing or unknown
 
 
 def differentiated(calls: list[Call], user: Call) -> Call | None:
@@ -465,12 +475,11 @@ def differentiated(calls: list[Call], user: Call) -> Call | None:
 def _same_failures(calls: list[Call], user: Call, until: float) -> Iterator[tuple[int, _Fails]]:
     """Yield the calls, outermost first, whose evaluation fails where the traceback ends."""
     failing = calls[: calls.index(user) + 1]
-    for number, call in enumerate(failing):
-        failure = _failure(calls, number, until, {}) if call.is_users else None
-        if failure and failure.statement in {
-            statement_of(c) for c in failing[number:] if c.is_users
-        }:
-            yield number, failure
+    with suppress(TimeoutError):
+        for number in (n for n, call in enumerate(failing) if call.is_users):
+            failure = _failure(calls, number, until, {})
+            if failure and failure.statement in map(statement_of, failing[number:]):
+                yield number, failure
 
 
 def _is_backward(node: Any) -> bool:
@@ -501,16 +510,15 @@ def _completed(
     more: int = 3,
 ) -> Edits | None:
     """Return a cure with casts at the lines that fail after it, if a few are enough."""
-    if any(node in edits for node in ast.walk(failure.call.node or ast.Pass())):
-        return None
-    dtypes = dtypes | {each.tensor.dtype for each in failure.named}
+    dtypes = dtypes | {t.dtype for _, t, _ in failure.named if t.is_floating_point()}
     by_use = sorted(dtypes, key=lambda dtype: (cast_to(dtype) not in edits.values(), str(dtype)))
     for casts in _casts(failure, by_use):
         both = {**edits, **casts}
         after = fails(both)
         if after is None:
             return both
-        if more and (found := _completed(both, after, fails, dtypes, more - 1)):
+        is_elsewhere = after.call.node is not failure.call.node
+        if more and is_elsewhere and (found := _completed(both, after, fails, dtypes, more - 1)):
             return found
     return None
 
