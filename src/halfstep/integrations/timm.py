@@ -76,13 +76,11 @@ class NativeScaler:
         if clip_grad is not None:
             own = [param for group in optimizer.param_groups for param in group["params"]]
             clipped = own if parameters is None else list(parameters)
-            if clip_mode != "norm":
-                self.scaler.unscale_(optimizer)
-                dispatch_clip_grad(clipped, clip_grad, mode=clip_mode)
-            elif _with_gradients(clipped) == _with_gradients(own):
+            if clip_mode == "norm" and _with_gradients(clipped) == _with_gradients(own):
                 max_norm = clip_grad
             else:
-                self.scaler.clip_grad_norm_(clipped, clip_grad)
+                self.scaler.unscale_(optimizer)
+                dispatch_clip_grad(clipped, clip_grad, mode=clip_mode)
         self.scaler.step(optimizer, max_norm=max_norm)
         self.scaler.update()
 
