@@ -175,7 +175,8 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return
-        require_optimizer("unscale_", optimizer)
+        if not hasattr(optimizer, "param_groups"):
+            require_optimizer("unscale_", optimizer)
         if "_unscale_grads_" in self._overridden():
             torch_amp.unscale_(self, optimizer)
         elif not usual.unscale_(self._engine, optimizer):
