@@ -70,8 +70,7 @@ class Case:
             return {} if is_float16 else {TORCH: clip_with_torch}
         if not self.clip:
             return {"step()": step}
-        in_step: Variants = {"step(max_norm)": clip_in_step}
-        return in_step if is_float16 else {"clip_grad_norm_()": clip_with_scaler} | in_step
+        return {"step(max_norm)": clip_in_step}
 
 
 def cases(gradients: str, dtype: str) -> Iterator[Case]:
@@ -87,11 +86,6 @@ def step(scaler: Any, optimizer: Plain) -> None:
 def clip_with_torch(scaler: Any, optimizer: Plain) -> None:
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM, foreach=True)
-    scaler.step(optimizer)
-
-
-def clip_with_scaler(scaler: Any, optimizer: Plain) -> None:
-    scaler.clip_grad_norm_(optimizer, MAX_NORM)
     scaler.step(optimizer)
 
 

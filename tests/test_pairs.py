@@ -206,11 +206,9 @@ class Trained:
             with halfstep.autocast("cpu", case.dtype, enabled=case.store is None):
                 loss = squared_error(self.called, x, y) / len(parts)
             scaler.scale(loss).backward()
-        if case.has("unscale_"):
+        if case.has("unscale_") or (case.has("clip") and case.has_scaler):
             scaler.unscale_(optimizer)
-        if case.has("clip") and case.has_scaler:
-            scaler.clip_grad_norm_(optimizer, MAX_NORM)
-        elif case.has("clip", "unscale_"):
+        if case.has("clip", "unscale_"):
             nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return loss.detach()
 

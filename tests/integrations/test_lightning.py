@@ -108,9 +108,11 @@ def by_hand(
         scaler.scale(loss).backward()
         if make is lbfgs and max_norm is not None:
             scaler.unscale_(optimizer)
-            scaler.clip_grad_norm_(optimizer, max_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if norms:
+            scaler.unscale_(optimizer)
         for norm in norms:
-            scaler.clip_grad_norm_(optimizer, norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
         if max_value is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_value_(model.parameters(), max_value)

@@ -563,16 +563,14 @@ def every_use_without_gradients_on_rank_1(rank: int) -> Any:
         else:
             books.scale(torch.ones(()))
 
-    def clip_list_then_step(books: halfstep.GradScaler, module: nn.Module) -> None:
+    def clip_in_step(books: halfstep.GradScaler, module: nn.Module) -> None:
         backward(books, module)
-        books.clip_grad_norm_(module.parameters(), 1.0)
-        books.step(cases.sgd(module))
+        books.step(cases.sgd(module), max_norm=1.0)
 
-    def unscale_then_clip_list(books: halfstep.GradScaler, module: nn.Module) -> None:
+    def unscale_then_clip(books: halfstep.GradScaler, module: nn.Module) -> None:
         backward(books, module)
         books.unscale_(optimizer := cases.sgd(module))
-        books.clip_grad_norm_(module.parameters(), 1.0)
-        books.step(optimizer)
+        books.step(optimizer, max_norm=1.0)
 
     def shared_parameters(books: halfstep.GradScaler, module: nn.Module) -> None:
         first, second = cases.sgd(module), cases.sgd(module)
@@ -581,7 +579,7 @@ def every_use_without_gradients_on_rank_1(rank: int) -> Any:
         books.step(second)
 
     found = {}
-    for use in (clip_list_then_step, unscale_then_clip_list, shared_parameters):
+    for use in (clip_in_step, unscale_then_clip, shared_parameters):
         books = scaler(WORLD)
         for _ in range(2):
             shared.zero_grad()

@@ -55,7 +55,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Twice": lambda p: Twice(p),
 }
 SEVERAL_EVALUATIONS = ("LBFGS", "LBFGS wolfe", "Twice")
-KINDS = ("scales", "unscales", "clips")
+KINDS = ("scales", "unscales")
 
 every_optimizer = pytest.mark.parametrize("maker", MAKERS)
 every_kind = pytest.mark.parametrize(
@@ -151,8 +151,6 @@ class Training:
             scaler.scale(loss).backward()
         if self.kind == "unscales":
             scaler.unscale_(optimizer)
-        if self.kind == "clips":
-            scaler.clip_grad_norm_(optimizer, max_norm)
 
     def everything(self) -> list[torch.Tensor]:
         """A copy of all that a step may change."""
@@ -253,7 +251,7 @@ class Spy(torch.optim.LBFGS):
         return super().step(compare)
 
 
-@pytest.mark.parametrize("kind", ["scales", *KINDS, "max_norm"])
+@pytest.mark.parametrize("kind", [*KINDS, "max_norm"])
 @pytest.mark.parametrize("max_norm", [0.01, math.inf])
 def test_every_evaluation_of_lbfgs(kind: str, max_norm: float) -> None:
     """Not their steps: LBFGS divides by differences of gradients that are almost equal."""
@@ -267,7 +265,7 @@ def test_every_evaluation_of_lbfgs(kind: str, max_norm: float) -> None:
             model.zero_grad()
             with torch.enable_grad():
                 model(batch).square().mean().backward()
-            if kind in ("clips", "max_norm"):
+            if kind == "max_norm":
                 clip_(list(model.parameters()), max_norm)
             return [param.grad for param in model.parameters()]
 
@@ -485,8 +483,6 @@ class Early:
         elif self.clips == "torch":
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        elif self.clips == "clip_grad_norm_":
-            self.scaler.clip_grad_norm_(self.optimizer, 0.1)
         elif self.clips == "max_norm":
             max_norm = {"max_norm": 0.1}
         if not self.scaler:
@@ -515,7 +511,7 @@ def test_an_optimizer_that_needs_gradients_from_before(which: str, enabled: bool
         assert torch.equal(ours.weights(), plain.weights())
 
 
-@pytest.mark.parametrize("clips", ["torch", "clip_grad_norm_", "max_norm"])
+@pytest.mark.parametrize("clips", ["torch", "max_norm"])
 def test_gradients_from_before_are_clipped(clips: str) -> None:
     ours, plain = (Early("LookSAM", each, clips) for each in (GradScaler(init_scale=SCALE), None))
     ours.optimizer.every = plain.optimizer.every = 4  # max_norm= clips those of the closure too
@@ -842,11 +838,11 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
     assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)
 
 
-@pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "step"])
+@pytest.mark.parametrize("before", ["unscale_", "step"])
 def test_after_another_call(before: str) -> None:
     param, optimizer, scaler = with_scaler()
     scaler.scale(param.sum()).backward()
-    getattr(scaler, before)(optimizer, *([math.inf] if before == "clip_grad_norm_" else []))
+    getattr(scaler, before)(optimizer)
     expected = param.detach().clone()
     words = "step() has already" if before == "step" else "closure): its gradients have already"
     with pytest.raises(CallOrderError) as caught:

@@ -81,10 +81,6 @@ class Training:
     def clip_in_step(self) -> None:
         self.scaler.step(self.optimizer, max_norm=1.0)
 
-    def clip_before_step(self) -> None:
-        self.scaler.clip_grad_norm_(self.params, 1.0)
-        self.scaler.step(self.optimizer)
-
     def clip_with_torch(self) -> None:
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -144,7 +140,7 @@ def test_the_first_loss_of_all_ends_the_graph() -> None:
     assert breaks() == []
 
 
-STEPS = ["no_clip", "clip_in_step", "clip_before_step", "clip_with_torch"]
+STEPS = ["no_clip", "clip_in_step", "clip_with_torch"]
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach"])

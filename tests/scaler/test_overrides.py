@@ -323,10 +323,6 @@ def test_what_torch_amp_does_not_have_is_refused(make: Any) -> None:
         lambda: scaler.step(
             optimizer, max_norm=0.5
         ): "call scaler.unscale_(optimizer) and torch.nn",
-        lambda: scaler.clip_grad_norm_(optimizer, 0.5): "call scaler.unscale_(optimizer) and torch",
-        lambda: scaler.clip_grad_norm_(
-            [param], 0.5
-        ): "call scaler.unscale_(optimizer) and torch.nn",
         lambda: scaler.step(optimizer, lambda: param.sum()): "without a closure",
         lambda: scaler.step(optimizer, closure=lambda: param.sum()): "without a closure",
     }

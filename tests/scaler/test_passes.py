@@ -130,16 +130,6 @@ def clip_in_step(setup: Setup) -> None:
     setup.scaler.step(setup.optimizer, max_norm=1.0)
 
 
-def clip_before_step(setup: Setup) -> None:
-    setup.scaler.clip_grad_norm_(setup.optimizer, 1.0)
-    setup.scaler.step(setup.optimizer)
-
-
-def clip_parameters(setup: Setup) -> None:
-    setup.scaler.clip_grad_norm_(setup.params, 1.0)
-    setup.scaler.step(setup.optimizer)
-
-
 def clip_with_torch(setup: Setup) -> None:
     setup.scaler.unscale_(setup.optimizer)
     torch.nn.utils.clip_grad_norm_(setup.params, 1.0, foreach=True)
@@ -154,12 +144,9 @@ def clip_with_torch(setup: Setup) -> None:
     [
         (False, no_clip, 2),
         (False, clip_in_step, 3),
-        (False, clip_before_step, 3),
-        (False, clip_parameters, 3),
         (False, clip_with_torch, 5),
         (True, no_clip, 1),
         (True, clip_in_step, 1),
-        (True, clip_before_step, 3),
     ],
 )
 def test_passes(fused: bool, step: Callable[[Setup], None], passes: int) -> None:
@@ -261,10 +248,7 @@ class WithOwnScale(GradScaler):
 
 @pytest.mark.parametrize(
     ("make_scaler", "step"),
-    [
-        (GradScaler, clip_parameters),
-        *((cls, each) for cls in (GradScaler, WithOwnScale) for each in (no_clip, clip_with_torch)),
-    ],
+    [(cls, each) for cls in (GradScaler, WithOwnScale) for each in (no_clip, clip_with_torch)],
 )
 def test_only_the_first_steps_are_searched(make_scaler, step, monkeypatch):
     measured, largest = [], step_module.largest
@@ -324,7 +308,7 @@ def test_a_fused_step_never_waits(step: Callable[[Setup], None]) -> None:
     assert len(made.scaler.history()) == WARM_UP + 3
 
 
-@pytest.mark.parametrize("step", [no_clip, clip_in_step, clip_before_step, clip_with_torch])
+@pytest.mark.parametrize("step", [no_clip, clip_in_step, clip_with_torch])
 @pytest.mark.parametrize("value", [1.0, math.inf])
 @pytest.mark.usefixtures("waiting_device")
 def test_a_plain_step_waits_once(step, value, monkeypatch):
@@ -347,8 +331,6 @@ def test_nothing_but_the_step_waits(fused: bool) -> None:
     with Ops([]) as ops:
         made.scaler.scale(torch.ones(3))
         made.scaler.unscale_(made.optimizer)
-        made.scaler.clip_grad_norm_(made.optimizer, 1.0)
-        made.scaler.clip_grad_norm_(made.params, math.inf)
         made.scaler.update(4.0)
     assert ops.num_waits == 0
 

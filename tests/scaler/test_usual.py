@@ -225,3 +225,12 @@ def test_gradients_from_after_a_usual_step_are_unused() -> None:
     made.scaler.scale(torch.stack(made.params).square().sum()).backward()
     with pytest.raises(CallOrderError, match="one GradScaler for each cadence"):
         made.scaler.step(made.optimizer)
+
+
+def test_a_backward_pass_after_a_usual_unscale_is_refused() -> None:
+    made = Setup()
+    made.scaler.scale(torch.stack(made.params).square().sum()).backward()
+    made.scaler.unscale_(made.optimizer)
+    made.scaler.scale(torch.stack(made.params).square().sum()).backward()
+    with pytest.raises(CallOrderError, match="came after its gradients were unscaled"):
+        made.scaler.step(made.optimizer)

@@ -262,8 +262,6 @@ def test_disabled_and_what_goes_beyond_torch() -> None:
     for attempt in scaler.retry(optimizer):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(1, 2)).sum() * 3.0).backward()
-        norm = scaler.clip_grad_norm_(optimizer, 1.0)
-        assert norm.item() == pytest.approx(3.0 * math.sqrt(3))
         scaler.step(optimizer, max_norm=0.5)
         scaler.update()
         assert attempt == 0

@@ -123,8 +123,8 @@ class Reduction:
                 f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
                 f"failed: {first_line}\n"
                 "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
-                "step() in the same order, and of a GradScaler unscale_(), clip_grad_norm_() and "
-                "update() too, also those without a loss or without gradients.\n"
+                "step() in the same order, and of a GradScaler unscale_() and update() too, also "
+                "those without a loss or without gradients.\n"
                 "Cure: read what the other ranks printed last; the first error is the cause."
             )
             raise self._error from error

@@ -9,16 +9,14 @@ changes, or all entries are multiples of one number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._common.text import warn
-from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import is_optimizer, name, require_optimizer
+from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import checked_number
 from halfstep._pytorch.devices import Transfer, is_capturing, to_host
 
@@ -33,38 +31,6 @@ def checked_max_norm(max_norm: object) -> float:
     if number < 0:
         raise ValueError(f"max_norm is {number}: it must be >= 0")
     return number
-
-
-def require_l2(norm_type: object) -> None:
-    """Raise ValueError for a norm other than the L2 norm."""
-    if norm_type != 2.0:
-        raise ValueError(
-            f"clip_grad_norm_(norm_type={norm_type!r}): a GradScaler clips the L2 norm only, "
-            "norm_type=2.0. For another norm call scaler.unscale_(optimizer), and then "
-            f"torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type={norm_type!r}), or "
-            "torch.nn.utils.clip_grad_value_(parameters, clip_value)"
-        )
-
-
-def target(
-    optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
-) -> tuple[torch.optim.Optimizer | None, list[Tensor]]:
-    """Return the optimizer, None for parameters, and the list of parameters."""
-    if isinstance(optimizer_or_parameters, Tensor):
-        return None, [optimizer_or_parameters]
-    # A container may be iterable too.
-    if isinstance(optimizer_or_parameters, Iterable) and not is_optimizer(optimizer_or_parameters):
-        params = list(optimizer_or_parameters)
-        for param in params:
-            if not isinstance(param, Tensor):
-                raise TypeError(
-                    f"clip_grad_norm_() takes an optimizer or parameters, and one of these is a "
-                    f"{type(param).__name__}: pass model.parameters()"
-                )
-        return None, params
-    optimizer: Any = optimizer_or_parameters
-    require_optimizer("clip_grad_norm_", optimizer)
-    return optimizer, parameters(optimizer)
 
 
 # --- clipped too early ----------------------------------------------------------------------------

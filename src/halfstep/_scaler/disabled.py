@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, split_closure, with_closure
@@ -18,24 +16,20 @@ from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import ScaleState, Static
-from halfstep._scaler.step import clip_
+from halfstep._scaler.step import clip_coefficient_of, measure, multiply_
 from halfstep.errors import RanksError
 
 
-def clip_grad_norm_(
-    engine: Engine,
-    optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
-    max_norm: float,
-) -> Tensor:
-    """Clip unscaled gradients; see :meth:`GradScaler.clip_grad_norm_`."""
-    optimizer, params = clipping.target(optimizer_or_parameters)
+def _clip(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    params = parameters(optimizer)
     found = collect(params)
     device = found.values[0].device if found.values else torch.device("cpu")
     try:
-        ranks = engine.ranks.of("clip_grad_norm_", params, has_scale=True)
+        ranks = engine.ranks.of("step", params, has_scale=True)
     except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
         ranks = ALONE
-    return clip_(Step(optimizer, _one(device), found, ranks=ranks), max_norm)[0]
+    step = measure(Step(optimizer, _one(device), found, ranks=ranks))
+    multiply_(step, clip_coefficient_of(step, max_norm))
 
 
 def step(
@@ -53,13 +47,13 @@ def step(
     if max_norm is not None:
         limit = clipping.checked_max_norm(max_norm)
         if closure is None:
-            clip_grad_norm_(engine, optimizer, limit)
+            _clip(engine, optimizer, limit)
         else:
 
             @torch.enable_grad()
             def clipped() -> Any:
                 loss = closure()
-                clip_grad_norm_(engine, optimizer, limit)
+                _clip(engine, optimizer, limit)
                 return loss
 
             args, kwargs = with_closure(clipped, others, kwargs)

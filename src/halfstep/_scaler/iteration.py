@@ -266,7 +266,7 @@ class Step(NamedTuple):
     Each change gives a new one. The iteration keeps the last one of an optimizer, but no gradients.
 
     Attributes:
-        optimizer: None for a list of parameters, or if only its id is known.
+        optimizer: None if only its id is known.
         scaled_by: The number by which the gradients were multiplied when they were gathered, None
             if they had been unscaled.
         multiplier: The same number now.
@@ -276,7 +276,6 @@ class Step(NamedTuple):
         look: The second check, of gradients that were already unscaled. It decides about the step,
             and not about the scale, which the first one has shown to be usable.
         norms: What this call has measured; None if it measured nothing.
-        before: What an earlier call has measured, before it clipped.
         ranks: Who decides about the step.
         all_param_ids: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
@@ -295,7 +294,6 @@ class Step(NamedTuple):
     own: Check | None = None
     look: Check | None = None
     norms: Norms | None = None
-    before: Norms | None = None
     ranks: Alone | Together = ALONE
     all_param_ids: frozenset[int] = frozenset()
     is_first: bool = False
@@ -413,7 +411,6 @@ class Iteration:
                 step.optimizer,
                 step.loss_scale,
                 earlier=step.checks,
-                before=step.before or step.norms,
                 ranks=step.ranks,
                 stage=stage,
                 num_losses=self.num_losses if versions is None else step.num_losses,

@@ -169,8 +169,7 @@ class Outcome:
         self._found_before = 1.0 if step.found_inf is None else step.found_inf
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
         self._is_fused = is_fused
-        # Those that were measured: gradients may have been replaced since clip_grad_norm_().
-        norms = step.before or step.norms
+        norms = step.norms
         params, grads = step.gradients.params, step.gradients.grads
         # The sum of squares as measured, and what the gradients were multiplied by.
         self._squares = None if norms is None else norms.squares

@@ -175,7 +175,8 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return
-        require_optimizer("unscale_", optimizer)
+        if not hasattr(optimizer, "param_groups"):
+            require_optimizer("unscale_", optimizer)
         if "_unscale_grads_" in self._overridden():
             torch_amp.unscale_(self, optimizer)
         elif not usual.unscale_(self._engine, optimizer):
@@ -284,41 +285,6 @@ class GradScaler(TorchAttributes):
             self._engine.update()
         if not self._engine.loss_scale.is_quiet:
             self._alarm.sound(self._engine.loss_scale, self._engine.journal)
-
-    @keep_out_of_graphs
-    def clip_grad_norm_(
-        self,
-        optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-    ) -> Tensor:
-        """Divide gradients by the scale, if not done yet, and clip their L2 norm, in place.
-
-        Reads and writes the gradients once, whereas unscaling and then clipping does both twice.
-        ``step(optimizer, max_norm=...)`` does the same inside the step, and with a fused optimizer
-        it only reads them once.
-
-        Args:
-            optimizer_or_parameters: The optimizer or parameters whose gradients are clipped.
-            max_norm: The largest norm, >= 0; ``math.inf`` only measures.
-            norm_type: 2. For other norms, call :meth:`unscale_` and then
-                ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            The norm of all gradients together, unscaled and before clipping, as a float32 scalar on
-            the device of the scale. If it is inf or NaN, nothing is clipped and ``step`` will skip.
-
-        Raises:
-            CallOrderError: Before ``scale``, or after ``step``.
-            ValueError: The gradients are float16, or an argument is out of range.
-
-        Sync: none.
-        """
-        clipping.require_l2(norm_type)
-        clip = step.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
-        if self._is_enabled:
-            torch_amp.refuse(self, "clip_grad_norm_()", torch_amp.CLIP)
-        return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
 
     @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:

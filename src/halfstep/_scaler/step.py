@@ -19,7 +19,7 @@ could not undo its division.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,6 @@ from halfstep._gradients.norms import (
 from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
-from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
@@ -75,7 +74,7 @@ def take(
     ``is_fused``: whether ``optimizer.step`` divides by the scale and skips by itself.
     """
     require_in_time(engine, "step", optimizer)
-    step = gather(engine, "step", optimizer, parameters(optimizer), optimizer, needs_one=True)
+    step = gather(engine, "step", optimizer, parameters(optimizer), needs_one=True)
     plan = engine.journal.plan(optimizer)
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
@@ -143,7 +142,7 @@ def failed(engine: Engine, plan: Plan, step: Step, error: BaseException) -> None
 def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
     require_in_time(engine, "unscale_", optimizer)
-    step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    step = gather(engine, "unscale_", optimizer, parameters(optimizer))
     refuse_half(engine, step)
     if step.is_first and step.multiplier is not None:
         step = multiply_(measure(step))._replace(norms=None)
@@ -152,46 +151,16 @@ def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     engine.iteration.keep(step, OptState.UNSCALED)
 
 
-def clip_grad_norm_(
-    engine: Engine, owner: torch.optim.Optimizer | Iterable[Tensor] | Tensor, max_norm: float
-) -> Tensor:
-    """Unscale and clip gradients; see ``GradScaler.clip_grad_norm_``. Sync: none."""
-    optimizer, params = clipping.target(owner)
-    require_in_time(engine, "clip_grad_norm_", optimizer)
-    step = gather(engine, "clip_grad_norm_", owner, params, optimizer)
-    refuse_half(engine, step)
-    norm, clipped = clip_(step, max_norm)
-    engine.iteration.keep(clipped, OptState.UNSCALED)
-    return norm
-
-
-@torch.no_grad()
-def clip_(step: Step, max_norm: float) -> tuple[Tensor, Step]:
-    """Unscale and clip gradients in place; return their norm, and what they are now.
-
-    The norm is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
-    gradients. 3 G. Sync: none.
-    """
-    scale, step = step.loss_scale, measure(step)
-    coefficient = clip_coefficient_of(step, max_norm)
-    if step.norms is None:  # there are no gradients
-        return torch.zeros_like(scale.tensor), step
-    return scalars.as_float32(step.norms.norm, scale.device), multiply_(step, coefficient)
-
-
 IN_TIME = {
     "unscale_": (
         "Call unscale_() at most once an iteration, after the last backward() and before step(); "
         "call update() at the end of the iteration"
     ),
-    "clip_grad_norm_": "Clip before step()",
     "step": "Call update() once at the end of each iteration, after step() of every optimizer",
 }
 
 
-def require_in_time(
-    engine: Engine, call: str, optimizer: torch.optim.Optimizer | None
-) -> Step | None:
+def require_in_time(engine: Engine, call: str, optimizer: torch.optim.Optimizer) -> Step | None:
     """Raise CallOrderError if a call comes too late for an optimizer; return its last step."""
     earlier = engine.iteration.steps.get(id(optimizer))
     stage = OptState.READY if earlier is None else earlier.stage
@@ -217,16 +186,15 @@ def require_known(ledger: Ledger, call: str, params: list[Tensor]) -> None:
 def gather(
     engine: Engine,
     call: str,
-    owner: object,
+    optimizer: torch.optim.Optimizer,
     params: list[Tensor],
-    optimizer: torch.optim.Optimizer | None,
     *,
     needs_one: bool = False,
 ) -> Step:
     """Collect the gradients of ``params`` and the number they are multiplied by. Sync: none.
 
-    Error messages name ``call`` and ``owner``; ``optimizer`` is None for a list of parameters. If
-    some of the gradients have been unscaled with another optimizer, the others are unscaled now.
+    Error messages name ``call``. If some of the gradients have been unscaled with another
+    optimizer, the others are unscaled now.
 
     Raises:
         CallOrderError: A step that raised may have divided some of the gradients, or a backward
@@ -238,9 +206,9 @@ def gather(
     if earlier is not None and earlier.stage is OptState.READY:
         earlier = None
     if engine.unused.by_param:
-        engine.unused.use(f"{call}({name(owner)})", params)
-    ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
-    loss_scale = engine.scale_of_iteration(call, owner)
+        engine.unused.use(f"{call}({name(optimizer)})", params)
+    ranks = engine.ranks_of(call, optimizer, params) if has_process_group() else ALONE
+    loss_scale = engine.scale_of_iteration(call, optimizer)
     gradients = collect(params)
     if needs_one and earlier is None and not (gradients.grads or ranks.is_together):
         raise nothing_checked(optimizer)
@@ -253,7 +221,7 @@ def gather(
     if earlier is None:
         number, is_first = loss_scale.number(), False
         # With a scale of 1, as that of a guard, clipping is never too early.
-        if optimizer is not None and loss_scale.state.scale != 1.0:
+        if loss_scale.state.scale != 1.0:
             plan = engine.journal.plans.get(id(optimizer))
             is_first = plan is None or plan.early_clipping.is_measuring
         rest = rest._replace(scaled_by=number, multiplier=number, is_first=is_first)
@@ -261,9 +229,9 @@ def gather(
             return rest
     elif scaled.grads:
         problem = (
-            f"{call}({name(owner)}): backward() of a scaled loss came after its gradients were "
+            f"{call}({name(optimizer)}): backward() of a scaled loss came after its gradients were "
             f"unscaled, and {len(scaled.grads)} of {len(gradients.grads)} are new and still "
-            "scaled. Call unscale_() or clip_grad_norm_() after the last backward(); give this "
+            "scaled. Call unscale_() after the last backward(); give this "
             "iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
         engine.owner()._refuse(problem)
@@ -273,17 +241,16 @@ def gather(
     rest = unscale_(rest._replace(earlier=tuple(entry.check for entry in entries)))
     if rest.own is not None:
         ledger.mark(scaled, rest.own)
-    known, before = ((), None) if earlier is None else (earlier.checks, earlier.before)
+    known = () if earlier is None else earlier.checks
     checks = tuple(dict.fromkeys([*known, *rest.checks]))
-    return Step(optimizer, loss_scale, gradients, earlier=checks, before=before, ranks=ranks)
+    return Step(optimizer, loss_scale, gradients, earlier=checks, ranks=ranks)
 
 
 def refuse_half(engine: Engine, step: Step) -> None:
     """Raise if float16 gradients would have to be unscaled in place."""
     gradients, optimizer = step.gradients, step.optimizer
     if step.multiplier is not None and torch.float16 in gradients.dtypes:
-        owner = "the list of parameters" if optimizer is None else name(optimizer)
-        refuse_float16(gradients, owner, engine.names.of(gradients.params, optimizer))
+        refuse_float16(gradients, name(optimizer), engine.names.of(gradients.params, optimizer))
 
 
 # --- check, agree ---------------------------------------------------------------------------------
@@ -499,10 +466,9 @@ def remember_failure(iteration: Iteration, step: Step) -> None:
     """Record the state of the gradients after a step that raised. Sync: some."""
     if step.multiplier is None:
         iteration.keep(step, OptState.UNSCALED)
-    elif step.own is not None:
-        before = step.before or step.norms
+    elif step.own is not None and (
         # Do they have the values that were measured? Via repr, since NaN != NaN.
-        if before is None or repr(before.unscaled()) != repr(
-            norms_of(step.gradients, step.multiplier).unscaled()
-        ):
-            iteration.ledger.doubt(step.gradients)
+        step.norms is None
+        or repr(step.norms.unscaled()) != repr(norms_of(step.gradients, step.multiplier).unscaled())
+    ):
+        iteration.ledger.doubt(step.gradients)

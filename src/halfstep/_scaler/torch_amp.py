@@ -302,7 +302,7 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     engine = scaler._engine
     require_in_time(engine, "unscale_", optimizer)
     scaler._check_scale_growth_tracker("unscale_")
-    step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    step = gather(engine, "unscale_", optimizer, parameters(optimizer))
     if step.multiplier is None:
         raise CallOrderError(
             f"unscale_({name(optimizer)}): some of its gradients have been unscaled with another "

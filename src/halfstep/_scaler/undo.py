@@ -129,7 +129,7 @@ def step_with_closure(
     if earlier is not None and is_pytorchs(optimizer):
         raise broken(
             f"{STAGES[earlier.stage]} since the last update(), and the closure makes new ones",
-            "; call unscale_() or clip_grad_norm_() in it, or step() without a closure",
+            "; call unscale_() in it, or step() without a closure",
         )
     last = engine.journal.last(optimizer)
     if last is not None and has_its_gradients(last):
@@ -167,7 +167,7 @@ def step_with_closure(
 def _checked(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Step:
     """Return the step with the present gradients, checked and decided. Sync: one."""
     params = parameters(optimizer)
-    step = gather(engine, "step", optimizer, params, optimizer, needs_one=True)
+    step = gather(engine, "step", optimizer, params, needs_one=True)
     refuse_half(engine, step)
     if max_norm is not None:
         step = measure(step)

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from halfstep._gradients.gradients import Gradients, collect, grad_of, version_of
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE
-from halfstep._gradients.scalars import Scalar, any_of, scalar
+from halfstep._gradients.scalars import Scalar, any_of, reciprocal, scalar
 from halfstep._pytorch.distributed import has_process_group, key_of
 from halfstep._scaler.engine import Engine, Usual
 from halfstep._scaler.iteration import Check, Step
@@ -39,13 +39,14 @@ def unscale_(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
     found = None if id(optimizer) in engine.usual else _gather(engine, optimizer)
     if found is None:
         return False
-    plan, _, gradients = found
-    scale = engine.loss_scale.state.scale if engine.loss_scale.is_here else engine.loss_scale.tensor
+    plan, before, gradients = found
+    is_here = engine.loss_scale.is_here
+    scale = before[0].scale if is_here else engine.loss_scale.tensor  # type: ignore[index]
     step = Step(
         optimizer,
         engine.loss_scale,
         gradients,
-        own=Check(gradients.unscale_(scale, can_amplify=False)),
+        own=Check(gradients.multiply_(reciprocal(scale))),
         ranks=plan.ranks,
         stage=OptState.UNSCALED,
         num_losses=engine.current.num_losses,
@@ -88,7 +89,7 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         if is_fused:
             result = step_fused(make_step, step, coefficient)
         else:
-            step = multiply_(step, coefficient)
+            step = step if coefficient is None else multiply_(step, coefficient)
             result = make_step()
     except BaseException as error:
         failed(engine, plan, _on_long_road(step, unscaled), error)
@@ -115,29 +116,30 @@ def _checked(
     is_measured: bool,
 ) -> Step:
     """Return the step of scaled gradients, which are checked, and divided for a plain step."""
-    loss_scale, norms = engine.loss_scale, None
+    loss_scale, device, norms = engine.loss_scale, engine.loss_scale.device, None
     is_known = loss_scale.is_here or not plan.is_fused  # does the host learn whether to skip?
     scale: Scalar = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
     multiplier: Scalar | None = scale
     if is_measured or (plan.is_fused and gradients.is_measured_fast()):
-        norms = norms_of(gradients, scale, loss_scale.device)
-        own = Check({loss_scale.device: norms.found_inf})
+        norms = norms_of(gradients, scale, device)
+        own = Check({device: norms.found_inf})
     elif plan.is_fused:
         own = Check(gradients.check())
     else:
-        own, multiplier = Check(gradients.unscale_(scale, can_amplify=False)), None
+        own, multiplier = Check(gradients.multiply_(reciprocal(scale))), None
+    flag = own.found_here[device]
     return Step(
         optimizer,
         loss_scale,
         gradients,
-        scaled_by=scale,
-        multiplier=multiplier,
+        scale,
+        multiplier,
         own=own,
         norms=norms,
         ranks=plan.ranks,
         stage=OptState.STEPPED,
         num_losses=engine.current.num_losses,
-        skip=scalar(own.found_here[loss_scale.device]),
+        skip=flag.item() if loss_scale.is_here else flag,
     )
 
 
@@ -151,9 +153,11 @@ def _checked_again(unscaled: Usual) -> Step:
     if not written.grads:
         return step._replace(stage=OptState.STEPPED, skip=scalar(flag))
     (later,) = nonfinite(written, device)
-    skip: Scalar = any_of([flag, later], device) if plan.is_fused else later
+    skip: Scalar = later
     if is_here:
         skip = max(flag.item(), later.item())
+    elif plan.is_fused:
+        skip = any_of([flag, later], device)
     look, found_inf = Check({device: later}), scalar(flag)
     return step._replace(look=look, stage=OptState.STEPPED, skip=skip, found_inf=found_inf)
 
@@ -174,9 +178,8 @@ def _gather(
     before = loss_scale.calm(is_fused=plan.is_fused)
     if before is None:
         return None
-    if engine.usual:
-        others = (each.plan for each in engine.usual.values() if each.plan is not plan)
-        if not all(map(plan.is_apart_from, others)):
+    for each in engine.usual.values():
+        if each.plan is not plan and not plan.is_apart_from(each.plan):
             return None
     params: list[Tensor] = []
     is_fused = plan.is_fused

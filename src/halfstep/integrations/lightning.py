@@ -197,13 +197,12 @@ class HalfstepPrecision(MixedPrecision):
             optimizer = optimizer.optimizer
         if self.scaler is None or clip_val <= 0:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-        elif gradient_clip_algorithm == "value":
-            _unscale(self.scaler, optimizer)
-            self.clip_grad_by_value(optimizer, clip_val)
-        elif self._clips_in_step:
+        elif gradient_clip_algorithm == "norm" and self._clips_in_step:
             self._max_norm = clip_val
         else:
-            self.scaler.clip_grad_norm_(optimizer, clip_val)
+            _unscale(self.scaler, optimizer)
+            by_value = gradient_clip_algorithm == "value"
+            (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the scaler's state for Lightning's own plugin too."""
