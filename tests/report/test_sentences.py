@@ -42,9 +42,8 @@ def said_of(folder):
 def run(*events, header=None, policy=None, end=True):
     """Return a function that writes 100 steps and these events, sampled well."""
     numbers = {event["step"] for event in events if event["event"] == "step"}
-    steps = [step(n) for n in range(1, 101) if n not in numbers]
     own = [event for event in events if event["event"] == "step"]
-    steps = sorted([*steps, *own], key=lambda event: event["step"])
+    steps = sorted([*map(step, {*range(1, 101)} - numbers), *own], key=lambda each: each["step"])
     others = [event for event in events if event["event"] != "step"]
     samples = [sample(n, layers()) for n in (10, 20, 30)]
     first = [header or records.header(), policy or records.policy(), records.model_event()]
@@ -63,13 +62,8 @@ def sampled(*rows):
 
 def short(*steps):
     """Return a run of these steps alone."""
-    events = [
-        records.header(),
-        records.policy(),
-        *steps,
-        records.end(1.0, len({each["step"] for each in steps})),
-    ]
-    return partial(records.write, events=events)
+    end = records.end(1.0, len({each["step"] for each in steps}))
+    return partial(records.write, events=[records.header(), records.policy(), *steps, end])
 
 
 def unscaled(row, *policy):
@@ -420,8 +414,17 @@ RUNS = {
         )
         for command in ("", "halfstep run --policy=standard train.py")
     },
+    "a step that a guard skipped for its loss": short(
+        *(step(n, scale=1.0, scale_after=1.0) for n in range(1, 30)),
+        *(skip(30, 1.0, SMALLEST, loss=math.nan), records.culprits(30, "head")),
+    ),
+    "an optimizer that spoils the model of another": short(
+        *(step(n, loss=math.nan, norm=math.nan) for n in range(1, 20)),
+        *(sample(1, layers()), diagnosis(1, verdict="optimizer", ends=()), records.buffers(3, "b")),
+    ),
     "a loss that does not change": run(*(step(n, loss=2.0) for n in range(1, 101))),
     "a loss with a peak": run(step(50, loss=1.5e21)),
+    "a loss that rose at once": run(*(step(n, loss=7e3 - n) for n in range(2, 101))),
     # Nothing is fine in a run with a note on its gradients.
     **{
         f"a note of gradients: {noted}": run(records.note(2, f"rank 1: {noted}: fc"))

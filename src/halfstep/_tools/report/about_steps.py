@@ -87,7 +87,11 @@ def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
 def about_loss(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
-    is_diagnosed = any("loss" in place.diagnosis.ends for place in summary.bad_places)
+    is_diagnosed = any(
+        "loss" in place.diagnosis.ends
+        or (place.diagnosis.verdict == "optimizer" and summary.went_bad_at in place.steps)
+        for place in summary.bad_places
+    )
     cure = () if is_diagnosed else _cure_of_loss(summary)
     if loss is not None and loss.first_non_finite is not None:
         step, is_last = loss.first_non_finite, not math.isfinite(loss.last)
@@ -142,9 +146,13 @@ def _rise(loss: Curve, factor: float) -> str:
     before, after = loss.first, loss.last
     text = f"the first was {number(before)}, the last {number(after)}"
     if loss.early_max is not None and loss.recent is not None:
-        before, after = loss.early_max, loss.recent
-        text = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
-        text += number(before)
+        after = loss.recent
+        text = f"the mean of the last 20 is {number(after)}, the "
+        if before > 0 and after > MANIFOLD * before:  # it may have risen in the first 20
+            text += f"first was {number(before)}"
+        else:
+            before = loss.early_max
+            text += f"largest of the first 20 was {number(before)}"
     else:  # too few for a mean
         factor = 2.0 if factor == 1.0 and loss.min == before else MANIFOLD
     limit = before if factor == 1.0 else before * factor if before > 0 else math.inf
@@ -164,7 +172,7 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
             " If the loss depends on the scale, as a gradient penalty may, start at a smaller "
             "init_scale."
         )
-        return (cure, of_scale) if summary.has_scaler else (cure,)
+        return (cure, of_scale) if is_scaled(summary) else (cure,)
     call = island(overflowed.name, summary)
     keep: tuple[str | Code, ...] = ()
     if call is not None:

@@ -33,12 +33,9 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
     num, num_steps = len(summary.sampled), summary.steps.num
     every = "--every" if summary.facts.header.run_as else "every"
     if not summary.layers and num_steps:
-        cure = (
-            f"{every}=10"
-            if summary.facts.header.every == 0
-            else "halfstep.record(path, model=model)"
-        )
-        how = "sample some steps, " if summary.facts.header.every == 0 else "name the model, "
+        how, cure = "name the model, ", "halfstep.record(path, model=model)"
+        if summary.facts.header.every == 0:
+            how, cure = "sample some steps, ", f"{every}=10"
         none = f"No tensors were sampled, so nothing is known about the layers: {how}"
         yield say("notice", none, Code(cure), ".")
     elif 0 < num < FEW_SAMPLES <= num_steps:
@@ -218,6 +215,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
     when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
     checked = (each for each in summary.sampled if each < step)  # they were finite then
     good = step - 1 if is_skipped else max(checked, default=0)
+    good = min(good, (summary.went_bad_at or step) - 1)
     is_seen = summary.loss is not None and summary.loss.first_non_finite is not None
     of_norms: tuple[str | Code, ...] = ()
     use = "may use"
