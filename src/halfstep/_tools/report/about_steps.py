@@ -409,9 +409,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 
 def _guarded(facts: Facts, effect: str) -> tuple[str | Code, ...]:
-    if not can_add("--guard", facts):
-        return ()
-    return (" ", again(facts, "--guard"), f" {effect}.")
+    return (" ", again(facts, "--guard"), f" {effect}.") if can_add("--guard", facts) else ()
 
 
 def is_scaled(summary: Summary) -> bool:
@@ -474,7 +472,7 @@ def _course(loss: Curve) -> str:
 MOST_PLACES = 5
 """The largest number of places with a sentence of their own; the rest are counted."""
 _REPLAYED = {
-    True: " Cure, confirmed by a replay: ",
+    True: " Cure, finite in a replay: ",
     False: " Tried, and not enough: ",
     None: " Cure, not tried: ",
 }
@@ -540,9 +538,10 @@ def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
         yield f" What to do: {cure.text.replace(chr(10), '; ')}"
     else:
         yield _REPLAYED[cure.is_finite]
-        for number, text in enumerate(cure.text.splitlines()):
-            yield " " if number else ""
-            yield Code(text.strip()) if _is_code(text.strip()) else text.strip()
+        for number, text in enumerate(map(str.strip, cure.text.splitlines())):
+            is_code = _is_code(text)
+            yield "" if not number else " " if is_code else "; "
+            yield Code(text) if is_code else text
     yield "".join(f"; {text}" for text in shown(cure)) + "."
 
 

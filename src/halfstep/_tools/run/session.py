@@ -208,6 +208,8 @@ class Session:
         self._record.leave()
         if self._options.has_children:
             self._record = self._begin_record()
+            if self._watch is not None:
+                self._watch.watch_here()
             self._close_with_multiprocessing()
 
     def _unlock(self) -> None:

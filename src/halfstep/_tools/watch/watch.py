@@ -223,6 +223,10 @@ class Watch:
         self._loss_scaler: GradScaler | None = None
         self._max_norm: float | None = None  # to which the loop has clipped gradients
         self._stack = ExitStack()
+        self.watch_here()
+
+    def watch_here(self) -> None:
+        """Watch this process and thread, as in a fork of the watched one."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
     def __enter__(self) -> Self:
