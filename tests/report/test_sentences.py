@@ -521,12 +521,12 @@ def test_a_sentence_is_one_line_without_control_characters():
 
 
 def test_names_are_counted_when_there_are_many():
-    def text(of):
-        return say("good", *names(of)).text
+    def text(of, num=0):
+        return say("good", *names(of, num=num)).text
 
     assert text("a") == "`a`"
     assert text("abc") == "`a`, `b` and `c`"
-    assert text("abcde") == "`a`, `b`, `c` and 2 more"
+    assert text("abcde") == text("abcd", num=5) == "`a`, `b`, `c` and 2 more"
 
 
 def test_the_cure_of_lost_updates_runs(tmp_path):

@@ -335,8 +335,8 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     yield Code(origin.module or "(the model)")
     where = on_ranks(origin.ranks, summary.facts)
     if where:
-        yield f"{where} ("
-        yield from names(origin.parameters)
+        yield f"{where} (inf or NaN in "
+        yield from names(origin.parameters[:2])  # of a list that may be cut
         yield ")"
     if len(known) > 1:
         yield ", others in "

@@ -231,7 +231,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         "bad",
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
         f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
-        *names(found.names),
+        *names(found.names, num=found.num),
         f". Evaluations {use} {'it' if found.num == 1 else 'them'}",
         "." if is_seen else ", while no recorded loss shows it.",
         cure=(
