@@ -62,7 +62,7 @@ def main() -> None:
     places, heights = draw_places(1000)
     with torch.no_grad(), autocast(device_type=device, dtype=torch.float16):
         error = F.mse_loss(model(places), heights).item()
-    print(f"result: squared error {error:.4f}; predicting the mean has {heights.var():.4f}")
+    print(f"result: squared error {error:.4f}; predicting the mean: {heights.var():.4f}")
 
 
 if __name__ == "__main__":

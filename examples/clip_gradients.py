@@ -62,7 +62,7 @@ def main() -> None:
     x, y = draw_points(1000)
     with torch.no_grad(), autocast(device_type=device, dtype=torch.float16):
         error = F.mse_loss(model(x), y).item()
-    print(f"result: squared error {error:.4f} on clean points; predicting 0 has {y.var():.4f}")
+    print(f"result: squared error {error:.4f} on clean points; predicting 0: {y.var():.4f}")
 
 
 if __name__ == "__main__":

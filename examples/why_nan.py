@@ -68,7 +68,8 @@ def main() -> None:
             scaler.update()
             if step == 1 or step % 50 == 0:
                 print(f"step {step:4}  loss {loss.item():.4f}")
-    print(f"result: squared error {loss.item():.4f} under {policy}; 0 has {target.var():.4f}")
+    baseline = f"predicting 0: {target.var():.4f}"
+    print(f"result: squared error {loss.item():.4f} ({baseline}) under the policy {policy}")
 
 
 if __name__ == "__main__":

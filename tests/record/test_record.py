@@ -5,7 +5,7 @@ import os
 import signal
 import warnings
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -671,6 +671,15 @@ def test_buffers_that_a_step_ruins_are_named(make, options, is_scaled, batches, 
     texts = [str(each.message) for each in warned if "are inf or NaN" in str(each.message)]
     assert all(f"after step {found[0][0]}" in text for text in texts)
     assert bool(texts) == bool(found)
+
+
+@pytest.mark.filterwarnings("ignore:halfstep.record. after step 4, buffers")
+def test_buffers_that_a_forward_pass_ruins_before_an_error_are_of_the_next_step(tmp_path):
+    model = WithBuffers()
+    with suppress(ZeroDivisionError), halfstep.record(tmp_path):
+        train_with_a_broken_batch(model, 0, num=4)
+        1 / bool(model(torch.full((4, 6), math.nan)).isfinite().any())
+    assert buffers_in(tmp_path) == [(5, ("seen", *RUINED))]
 
 
 def test_a_second_segment_with_a_good_checkpoint_begins_with_good_buffers(tmp_path: Path) -> None:

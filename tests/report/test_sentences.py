@@ -42,9 +42,8 @@ def said_of(folder):
 def run(*events, header=None, policy=None, end=True):
     """Return a function that writes 100 steps and these events, sampled well."""
     numbers = {event["step"] for event in events if event["event"] == "step"}
-    steps = [step(n) for n in range(1, 101) if n not in numbers]
     own = [event for event in events if event["event"] == "step"]
-    steps = sorted([*steps, *own], key=lambda event: event["step"])
+    steps = sorted([*map(step, {*range(1, 101)} - numbers), *own], key=lambda each: each["step"])
     others = [event for event in events if event["event"] != "step"]
     samples = [sample(n, layers()) for n in (10, 20, 30)]
     first = [header or records.header(), policy or records.policy(), records.model_event()]
@@ -63,13 +62,8 @@ def sampled(*rows):
 
 def short(*steps):
     """Return a run of these steps alone."""
-    events = [
-        records.header(),
-        records.policy(),
-        *steps,
-        records.end(1.0, len({each["step"] for each in steps})),
-    ]
-    return partial(records.write, events=events)
+    end = records.end(1.0, len({each["step"] for each in steps}))
+    return partial(records.write, events=[records.header(), records.policy(), *steps, end])
 
 
 def unscaled(row, *policy):
@@ -328,7 +322,7 @@ RUNS = {
         bad=bad_op(phase="backward", line=None, forward_line=Line("a/b.py", 7, "f", ""))
     ),
     "no cure": went_bad(cure=None),
-    "a cure that was not tried": went_bad(cure=Cure("code", "x + 1")),
+    "a cure that was not tried": went_bad(cure=Cure("code", "x + 1\nclip, too\nand wait")),
     "a cure that is not enough": went_bad(cure=Cure("code", "x + 1", is_finite=False)),
     "a cure in words": went_bad(cure=Cure("data", "leave it out\nor fix it")),
     "a finite replay": went_bad(verdict="none", bad=None, cure=None, notes=("no luck",)),
@@ -420,8 +414,17 @@ RUNS = {
         )
         for command in ("", "halfstep run --policy=standard train.py")
     },
+    "a step that a guard skipped for its loss": short(
+        *(step(n, scale=1.0, scale_after=1.0) for n in range(1, 30)),
+        *(skip(30, 1.0, SMALLEST, loss=math.nan), records.culprits(30, "head")),
+    ),
+    "an optimizer that spoils the model of another": short(
+        *(step(n, loss=math.nan, norm=math.nan) for n in range(1, 20)),
+        *(sample(1, layers()), diagnosis(1, verdict="optimizer", ends=()), records.buffers(3, "b")),
+    ),
     "a loss that does not change": run(*(step(n, loss=2.0) for n in range(1, 101))),
     "a loss with a peak": run(step(50, loss=1.5e21)),
+    "a loss that rose at once": run(*(step(n, loss=7e3 - n) for n in range(2, 101))),
     # Nothing is fine in a run with a note on its gradients.
     **{
         f"a note of gradients: {noted}": run(records.note(2, f"rank 1: {noted}: fc"))
@@ -518,12 +521,12 @@ def test_a_sentence_is_one_line_without_control_characters():
 
 
 def test_names_are_counted_when_there_are_many():
-    def text(of):
-        return say("good", *names(of)).text
+    def text(of, num=0):
+        return say("good", *names(of, num=num)).text
 
     assert text("a") == "`a`"
     assert text("abc") == "`a`, `b` and `c`"
-    assert text("abcde") == "`a`, `b`, `c` and 2 more"
+    assert text("abcde") == text("abcd", num=5) == "`a`, `b`, `c` and 2 more"
 
 
 def test_the_cure_of_lost_updates_runs(tmp_path):

@@ -114,6 +114,7 @@ def test_a_guard_of_ranks_that_average_by_hand(halfstep_run, folder):
     ("options", "method", "function", "said"),
     [
         (["--diagnose"], "forkserver", "train_badly", "step 1 went bad:\n"),
+        (["--diagnose"], "fork", "train_to_nan", "step 1 went bad:\n"),
         ([], "fork", "train_to_nan", "an optimizer stepped although the loss was inf or NaN"),
     ],
 )

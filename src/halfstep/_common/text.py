@@ -60,16 +60,21 @@ def say(
     return Sentence(severity, what, tuple(cure), evidence, follows)
 
 
-def names(of: Iterable[str], most: int = 3) -> Iterator[str | Code]:
-    """Yield names as the parts of a list, ``a, b and 3 more``."""
+def names(of: Iterable[str], most: int = 3, num: int = 0) -> Iterator[str | Code]:
+    """Yield names as the parts of a list, ``a, b and 3 more``; ``num``: with those not in it."""
     all_of_them = list(of)
-    shown, left = all_of_them[:most], len(all_of_them) - most
+    shown, left = all_of_them[:most], max(len(all_of_them), num) - most
     for position, name in enumerate(shown):
         if position:
             yield " and " if position == len(shown) - 1 and left <= 0 else ", "
         yield Code(name)
     if left > 0:
         yield f" and {left} more"
+
+
+def names_text(of: Iterable[str]) -> str:
+    """Return names as :func:`names` lists them."""
+    return "".join(each if isinstance(each, str) else each.text for each in names(of))
 
 
 def one_line(text: str) -> str:

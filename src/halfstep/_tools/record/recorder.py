@@ -77,7 +77,7 @@ NO_MODEL = (
 )
 
 RUINED = (
-    "after step {step}, buffers of the model are inf or NaN: {names}. Every evaluation uses them. "
+    "after step {step}, buffers of the model are inf or NaN: {names}. Evaluations may use them. "
     "GradScaler(module=model) and guard(optimizer, module=model) restore buffers when they skip a "
     "step; in this run, load a checkpoint, or reset these buffers"
 )
@@ -221,7 +221,7 @@ class Recorder:
             # Without a wait: whether the newest state on the host ends with skips.
             if outcome.loss_scale.state.skipped_in_a_row > 0:
                 self._write_culprits(outcome)
-                self._write_buffers()
+                self._write_buffers(self.num_steps)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_aside
@@ -309,7 +309,7 @@ class Recorder:
         self._discard_sample()
         try:
             self._write_steps(self._waiting.take_all())
-            self._write_buffers()
+            self._write_buffers(self.num_steps + (error is not None))  # inside the next step
         except Exception as failure:  # a device error may have ended the run
             self.say(f"the last steps could not be read: {failure}")
         if self._dropped:
@@ -448,7 +448,7 @@ class Recorder:
         tensors = self._updates.end(self._sampler.end(), self._models.parameters())
         for event in self._models.events(self.num_steps):
             self._write(event)
-        self._write_buffers()
+        self._write_buffers(self.num_steps)
         if not len(self._models):
             self.say(NO_MODEL)
         for device, policy in self._sampler.policies.items():
@@ -541,13 +541,13 @@ class Recorder:
             num_inf=sum(each.num_inf for each in counted) if is_there else None,
         )
 
-    def _write_buffers(self) -> None:
-        """Write which buffers are inf or NaN, if others are than before. Sync: some."""
+    def _write_buffers(self, step: int) -> None:
+        """Write which buffers are inf or NaN by a step, if others are than before. Sync: some."""
         bad = self._models.bad_buffers()
         if bad == self.seen.bad_buffers:
             return
         self.seen.bad_buffers = bad
-        self._write_of_step("buffers", names=bad[:NUM_CULPRITS], num_buffers=len(bad))
+        self._write_of_step("buffers", step=step, names=bad[:NUM_CULPRITS], num_buffers=len(bad))
         if bad and RUINED not in self._said:
             self._said.add(RUINED)
             more = ", ..." if len(bad) > MOST_NAMED else ""

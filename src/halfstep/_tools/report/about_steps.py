@@ -87,7 +87,11 @@ def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
 def about_loss(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
-    is_diagnosed = any("loss" in place.diagnosis.ends for place in summary.bad_places)
+    is_diagnosed = any(
+        "loss" in place.diagnosis.ends
+        or (place.diagnosis.verdict == "optimizer" and summary.went_bad_at in place.steps)
+        for place in summary.bad_places
+    )
     cure = () if is_diagnosed else _cure_of_loss(summary)
     if loss is not None and loss.first_non_finite is not None:
         step, is_last = loss.first_non_finite, not math.isfinite(loss.last)
@@ -142,9 +146,13 @@ def _rise(loss: Curve, factor: float) -> str:
     before, after = loss.first, loss.last
     text = f"the first was {number(before)}, the last {number(after)}"
     if loss.early_max is not None and loss.recent is not None:
-        before, after = loss.early_max, loss.recent
-        text = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
-        text += number(before)
+        after = loss.recent
+        text = f"the mean of the last 20 is {number(after)}, the "
+        if before > 0 and after > MANIFOLD * before:  # it may have risen in the first 20
+            text += f"first was {number(before)}"
+        else:
+            before = loss.early_max
+            text += f"largest of the first 20 was {number(before)}"
     else:  # too few for a mean
         factor = 2.0 if factor == 1.0 and loss.min == before else MANIFOLD
     limit = before if factor == 1.0 else before * factor if before > 0 else math.inf
@@ -164,7 +172,7 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
             " If the loss depends on the scale, as a gradient penalty may, start at a smaller "
             "init_scale."
         )
-        return (cure, of_scale) if summary.has_scaler else (cure,)
+        return (cure, of_scale) if is_scaled(summary) else (cure,)
     call = island(overflowed.name, summary)
     keep: tuple[str | Code, ...] = ()
     if call is not None:
@@ -327,8 +335,8 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     yield Code(origin.module or "(the model)")
     where = on_ranks(origin.ranks, summary.facts)
     if where:
-        yield f"{where} ("
-        yield from names(origin.parameters)
+        yield f"{where} (inf or NaN in "
+        yield from names(origin.parameters[:2])  # of a list that may be cut
         yield ")"
     if len(known) > 1:
         yield ", others in "
@@ -401,9 +409,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 
 def _guarded(facts: Facts, effect: str) -> tuple[str | Code, ...]:
-    if not can_add("--guard", facts):
-        return ()
-    return (" ", again(facts, "--guard"), f" {effect}.")
+    return (" ", again(facts, "--guard"), f" {effect}.") if can_add("--guard", facts) else ()
 
 
 def is_scaled(summary: Summary) -> bool:
@@ -466,7 +472,7 @@ def _course(loss: Curve) -> str:
 MOST_PLACES = 5
 """The largest number of places with a sentence of their own; the rest are counted."""
 _REPLAYED = {
-    True: " Cure, confirmed by a replay: ",
+    True: " Cure, finite in a replay: ",
     False: " Tried, and not enough: ",
     None: " Cure, not tried: ",
 }
@@ -532,9 +538,10 @@ def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
         yield f" What to do: {cure.text.replace(chr(10), '; ')}"
     else:
         yield _REPLAYED[cure.is_finite]
-        for number, text in enumerate(cure.text.splitlines()):
-            yield " " if number else ""
-            yield Code(text.strip()) if _is_code(text.strip()) else text.strip()
+        for number, text in enumerate(map(str.strip, cure.text.splitlines())):
+            is_code = _is_code(text)
+            yield "" if not number else " " if is_code else "; "
+            yield Code(text) if is_code else text
     yield "".join(f"; {text}" for text in shown(cure)) + "."
 
 

@@ -33,12 +33,9 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
     num, num_steps = len(summary.sampled), summary.steps.num
     every = "--every" if summary.facts.header.run_as else "every"
     if not summary.layers and num_steps:
-        cure = (
-            f"{every}=10"
-            if summary.facts.header.every == 0
-            else "halfstep.record(path, model=model)"
-        )
-        how = "sample some steps, " if summary.facts.header.every == 0 else "name the model, "
+        how, cure = "name the model, ", "halfstep.record(path, model=model)"
+        if summary.facts.header.every == 0:
+            how, cure = "sample some steps, ", f"{every}=10"
         none = f"No tensors were sampled, so nothing is known about the layers: {how}"
         yield say("notice", none, Code(cure), ".")
     elif 0 < num < FEW_SAMPLES <= num_steps:
@@ -216,10 +213,14 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         return
     step, is_skipped = found.step, found.step in summary.steps.skipped
     when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
+    checked = (each for each in summary.sampled if each < step)  # they were finite then
+    good = step - 1 if is_skipped else max(checked, default=0)
+    good = min(good, (summary.went_bad_at or step) - 1)
     is_seen = summary.loss is not None and summary.loss.first_non_finite is not None
     of_norms: tuple[str | Code, ...] = ()
+    use = "may use"
     if any(name.rpartition(".")[2].startswith("running_") for name in found.names):
-        reset = Code("reset_running_stats()")
+        reset, use = Code("reset_running_stats()"), "use"
         of_norms = " (", reset, " of a norm) and run some batches in training mode"
     restoring: tuple[str | Code, ...] = ()
     if summary.steps.num_skipped or summary.has_bad_gradients:
@@ -230,12 +231,13 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         "bad",
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
         f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
-        *names(found.names),
-        ". Every evaluation uses them" + ("." if is_seen else ", while no recorded loss shows it."),
+        *names(found.names, num=found.num),
+        f". Evaluations {use} {'it' if found.num == 1 else 'them'}",
+        "." if is_seen else ", while no recorded loss shows it.",
         cure=(
             *restoring,
             " For this model, "
-            f"{f'load a checkpoint from before step {step}, or ' if step > 1 else ''}"
+            f"{f'load a checkpoint from step {good} or before, or ' if good else ''}"
             "reset the buffers",
             *of_norms,
             ".",

@@ -226,7 +226,7 @@ def tiles(summary: Summary) -> list[Tile]:
         add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
     add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
     add(
-        "Gradients underflow" if summary.can_underflow else summary.underflow_verb.capitalize(),
+        "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

@@ -373,7 +373,13 @@ class Beginning(NamedTuple):
 def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
     """Return the origins of skipped steps, if known, by iteration and optimizer."""
     models = _models(run)
-    by_step = grouped(run.culprits, lambda each: (each.step, each.optimizer))
+    # A loss that was bad before, as under a guard, is not caused by the backward pass.
+    bad = {(s.step, s.optimizer) for s in run.skipped if not math.isfinite(s.loss or 0.0)}
+    culprits = (
+        structs.replace(each, began_in=None) if (each.step, each.optimizer) in bad else each
+        for each in run.culprits
+    )
+    by_step = grouped(culprits, lambda each: (each.step, each.optimizer))
     return {key: _first(alike, models) for key, alike in by_step.items()}
 
 

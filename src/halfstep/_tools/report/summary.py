@@ -472,11 +472,6 @@ class Summary:
         return any(map(self.underflows, self.of_kind("parameter_gradient")))
 
     @property
-    def underflow_verb(self) -> str:
-        """``underflow``, or ``would underflow in fp16`` if no gradient did."""
-        return "underflow" if self.can_underflow else f"would underflow in {self.lower}"
-
-    @property
     def has_bad_gradients(self) -> bool:
         """Whether a step was taken whose gradients, where they were measured, were inf or NaN."""
         return self.norm is not None and self.norm.num_non_finite > 0

@@ -8,14 +8,7 @@ from dataclasses import asdict, replace
 from textwrap import shorten
 from typing import Any
 
-from halfstep._common.numbers import (
-    NONE,
-    bits,
-    count,
-    listed,
-    percent,
-    things,
-)
+from halfstep._common.numbers import NONE, bits, count, listed, percent, things
 from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_line, say
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import (

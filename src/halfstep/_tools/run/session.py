@@ -26,7 +26,7 @@ from halfstep import Policy, record
 from halfstep._common import machine
 from halfstep._common.formats import FORMATS_BY_DTYPE
 from halfstep._common.numbers import at_steps, count, percent, power, things
-from halfstep._common.text import names, outside, tell
+from halfstep._common.text import names_text, outside, tell
 from halfstep._pytorch import listeners
 from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
 from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
@@ -208,6 +208,8 @@ class Session:
         self._record.leave()
         if self._options.has_children:
             self._record = self._begin_record()
+            if self._watch is not None:
+                self._watch.watch_here()
             self._close_with_multiprocessing()
 
     def _unlock(self) -> None:
@@ -484,12 +486,11 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         sampled = things(len(seen.lost), "sampled step")
         yield f"{share} of the updates in {sampled} were lost to rounding{_prevents(masters)}"
     if seen.bad_buffers:
-        which = "".join(x if isinstance(x, str) else x.text for x in names(seen.bad_buffers))
         num = things(len(seen.bad_buffers), "buffer")
         # Skipped steps restore buffers; those that a script leaves out do not.
         restores = guard if num_skipped or seen.has_bad_gradients else ""
         does = _prevents(restores, "restores buffers at skipped steps")
-        yield f"{num} of the model ended with inf or NaN: {which}{does}"
+        yield f"{num} of the model ended with inf or NaN: {names_text(seen.bad_buffers)}{does}"
     if seen.bad_taken:
         when = f"{things(len(seen.bad_taken), 'step')} (first: {at_steps([min(seen.bad_taken)])})"
         skips = guard if seen.has_bad_gradients else ""

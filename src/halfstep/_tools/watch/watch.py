@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._common.text import names_text
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure, with_closure
 from halfstep._pytorch import autograd, distributed, modes, optim
@@ -232,6 +233,10 @@ class Watch:
         self._loss_scaler: GradScaler | None = None
         self._max_norm: float | None = None  # to which the loop has clipped gradients
         self._stack = ExitStack()
+        self.watch_here()
+
+    def watch_here(self) -> None:
+        """Watch this process and thread, as in a fork of the watched one."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
     def __enter__(self) -> Self:
@@ -524,7 +529,7 @@ class Watch:
             call, tensor = found
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
-            cure = Cure("data", text, remarks=(SPOILT.format(names=", ".join(names)),))
+            cure = Cure("data", text, remarks=(SPOILT.format(names=names_text(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
             self._of_steps.add(step)
             self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
@@ -711,7 +716,7 @@ class Watch:
         left = [n for n in _bad_names(self._last_model) if n not in self._went_bad]
         self._went_bad |= dict.fromkeys(left, number)
         if left and found.tensor not in left:
-            notes = (*notes, SPOILT.format(names=", ".join(left)))
+            notes = (*notes, SPOILT.format(names=names_text(left)))
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
