@@ -268,8 +268,8 @@ MOST_REPLAYS = 64
 
 
 OF_PARAMETER = (
-    "train the logarithm of {0}, a parameter: {0} = log_{1}.exp() is above 0 after every step. A "
-    "clamp gives {0} no gradient beyond its limit"
+    "train the logarithm of {0}, a parameter: {1} = log_{1}.exp() is above 0 after every step. A "
+    "clamp gives {1} no gradient beyond its limit"
 )
 
 

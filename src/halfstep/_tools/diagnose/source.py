@@ -421,7 +421,7 @@ def _is_short(node: ast.AST) -> bool:
     """Return whether a node may be computed once more than before."""
     if isinstance(node, ast.Call):
         return last_name(node.func) in _SHORT
-    return not isinstance(node, (ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom))
+    return not isinstance(node, (ast.Await, ast.MatMult, ast.NamedExpr, ast.Yield, ast.YieldFrom))
 
 
 # --- nodes ----------------------------------------------------------------------------------------
