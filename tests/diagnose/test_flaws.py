@@ -31,6 +31,7 @@ OF_SGD, SMALL = "20 steps of SGD on this batch", "20 small steps on this batch"
         (OF_SGD, (300.0, 290.0), (0.6, 0.6), Flaw.NO_CURE),
         (OF_SGD, (300.0, 290.0), (0.6, 0.52), Flaw.DOUBT),
         (OF_SGD, (3.0, 2.9), (0.6, 0.6), Flaw.DOUBT),  # it falls as before
+        (OF_SGD, (300.0, 100.0), (0.6, 0.6), Flaw.DOUBT),  # or by much
     ],
 )
 def test_what_a_trial_says_against_a_change(

@@ -24,7 +24,16 @@ from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
-from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, edits_of_source
+from halfstep._tools.diagnose.edits import (
+    IN_FLOAT32,
+    OF_RESULTS,
+    SPLITS,
+    Edit,
+    edits_of,
+    edits_of_source,
+    item_slot,
+    row_name,
+)
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.source import Change as Edited
 from halfstep._tools.diagnose.source import edited_lines, in_words
@@ -268,7 +277,7 @@ MOST_REPLAYS = 64
 
 
 OF_PARAMETER = (
-    "train the logarithm of {0}, a parameter: {0} = log_{1}.exp() is above 0 after every step. A "
+    "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
 )
 
@@ -403,15 +412,17 @@ MOST_MAKERS = 3
 
 def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:
     """Yield edits of the results of calls that the bad call and others read."""
-    for maker in makers[:MOST_MAKERS]:
+    for maker in makers[: 2 * MOST_MAKERS]:
         if maker.is_shared:
-            for edit in edits_of_source(call.function, maker.call.function):
-                yield _of_edit(trial, maker.call, edit)
+            for edit in edits_of_source(call.function, maker.function):
+                is_item = maker.is_part and row_name(maker.call.function) in SPLITS
+                at = edit._replace(slots=(item_slot(maker.item),)) if is_item else edit
+                yield _of_edit(trial, maker.call, at)
 
 
 def _of_makers(trial: CureTrial, makers: list[Maker]) -> Iterator[Cure | None]:
     """Yield clamps of the results of calls before the bad one."""
-    for maker in makers[:MOST_MAKERS]:
+    for maker in [each for each in makers if not each.is_part][:MOST_MAKERS]:
         for edit in OF_RESULTS:
             cure = _of_edit(trial, maker.call, edit)
             yield cure if cure is not None and cure.edits else None
@@ -498,8 +509,7 @@ def _judged_edits(
     if cure is None:
         return None
     if calls.clamped_parameter:
-        name = calls.clamped_parameter
-        return Cure("code", OF_PARAMETER.format(name, name.rpartition(".")[2]))
+        return Cure("code", OF_PARAMETER.format(calls.clamped_parameter))
     made = [calls]
 
     def change() -> AbstractContextManager[None]:

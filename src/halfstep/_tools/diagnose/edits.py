@@ -22,10 +22,23 @@ Expression = Callable[[Any, float], str | None]
 
 CALL = "call"
 """The slot of the call itself."""
+SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
+"""Functions that return parts of a tensor as a tuple."""
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
 USUAL_NAMES = ("input", "other", "var")
 """The usual parameter names of the first arguments of PyTorch's functions."""
+
+
+def item_slot(item: int) -> str:
+    """Return the slot of an item of what a call returns."""
+    return f"{CALL} {item}"
+
+
+def item_of(slot: int | str) -> int | None:
+    """Return the item of what a call returns that is a slot, or None if the slot is none."""
+    text = str(slot)
+    return int(text.removeprefix(f"{CALL} ")) if text.startswith(f"{CALL} ") else None
 
 
 class Edit(NamedTuple):
@@ -274,7 +287,7 @@ OF_RESULTS = (
 
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""
-_OF_EXPONENTS = (Edit((CALL,), _limited("-30", "20")),)
+_OF_EXPONENTS = (Edit((CALL,), _limited("-30", "10")), Edit((CALL,), _limited("-30", "20")))
 _OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._tools.diagnose.edits import CALL, USUAL_NAMES, row_name
+from halfstep._tools.diagnose.edits import CALL, USUAL_NAMES, item_of, row_name
 from halfstep._tools.line import LineEdit, short_path
 from halfstep._tools.trace.rows import grouped
 from halfstep._tools.user_code import Spot, tree_in, tree_of
@@ -106,6 +106,8 @@ def _change_in_words(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
+    if (item := item_of(slot)) is not None:
+        return f"use {text('x')} for x, item {item + 1} of what it returns"
     if isinstance(slot, str):
         return f"give it {slot}={text(slot)}"
     which = _ORDINALS[slot] if slot < len(_ORDINALS) else f"{slot + 1}th"
@@ -152,6 +154,7 @@ class Source:
         self._starts, self._bytes = [0, *accumulate(map(len, lines))], b"".join(lines)
         self._changes: dict[ast.expr, list[Callable[[ast.expr], ast.expr]]] = {}
         self._before: dict[ast.stmt, list[str]] = {}  # lines to insert before statements
+        self._after: dict[ast.stmt, str] = {}  # and after them
         self._hoisted: dict[ast.expr, ast.Name] = {}
 
     @functools.cached_property
@@ -171,6 +174,8 @@ class Source:
             return False
         if slot == CALL:
             return self._wrap(node, change.expression)
+        if (item := item_of(slot)) is not None:
+            return self._bind_again(node, item, change.expression)
         if isinstance(slot, int):
             return self._wrap_each(argument(node, change), change)
         return isinstance(node, ast.Call) and self._put_keyword(node, slot, change)
@@ -189,7 +194,10 @@ class Source:
             start = self._offset(statement.lineno, statement.col_offset)
             indent = self._indent(statement)
             puts.append((start, start, "".join(f"{line}\n{indent}" for line in lines)))
-        changed = (*map(self._statement, outer), *self._before)
+        for statement, line in self._after.items():
+            end = self._starts[statement.end_lineno or 0] - 1
+            puts.append((end, end, f"\n{self._indent(statement)}{line}"))
+        changed = (*map(self._statement, outer), *self._before, *self._after)
         for first, last in sorted({*map(_lines_of, changed)}):
             start, end = self._starts[first - 1], self._starts[last]
             text = self._bytes[start:end]
@@ -270,17 +278,32 @@ class Source:
 
     def _wrap(self, node: ast.AST | None, expression: str) -> bool:
         """Put an expression around a node, or in its place."""
-        if not isinstance(node, ast.expr):
-            return False
+        around = self._around(expression)
+        return isinstance(node, ast.expr) and around is not None and self._change(node, around)
+
+    def _around(self, expression: str) -> Callable[[ast.expr], ast.expr] | None:
+        """Return a function that puts an expression around a node; None without its modules."""
         tree, names = ast.parse(expression.format("_"), mode="eval").body, self._modules
         if any(names.get(last_name(each), each) is None for each in ast.walk(tree)):
-            return False  # the file does not import torch
+            return None
 
         def around(now: ast.expr) -> ast.expr:
             filled: ast.expr = Filled({**names, "_": now}.get).visit(copy.deepcopy(tree))
             return filled
 
-        return self._change(node, around)
+        return around
+
+    def _bind_again(self, node: ast.AST, item: int, expression: str) -> bool:
+        """Change the name of an item of a result, in a line after the statement that binds it."""
+        around = self._around(expression)
+        match self._tree.parents[node], around:
+            case ast.Assign([ast.Tuple(names)], value) as statement, Callable():
+                is_named = value is node and all(isinstance(each, ast.Name) for each in names)
+                if is_named and item < len(names) and not self._indent(statement).strip():
+                    name = names[item]
+                    self._after[statement] = f"{last_name(name)} = {ast.unparse(around(name))}"
+                    return True
+        return False
 
     def _wrap_each(self, node: ast.AST | None, placed: Placed) -> bool:
         """Put an expression around a node, or around the branches of a conditional.
@@ -420,7 +443,7 @@ def _is_short(node: ast.AST) -> bool:
     """Return whether a node may be computed once more than before."""
     if isinstance(node, ast.Call):
         return last_name(node.func) in _SHORT
-    return not isinstance(node, (ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom))
+    return not isinstance(node, (ast.Await, ast.MatMult, ast.NamedExpr, ast.Yield, ast.YieldFrom))
 
 
 # --- nodes ----------------------------------------------------------------------------------------

@@ -34,6 +34,11 @@ _LOGS = {
     "sigmoid": ("input", "F.logsigmoid(input)"),
     "cosh": ("input", f"torch.logaddexp(input, -input) - {math.log(2)}"),
     "sum": ("input dim keepdim", "torch.logsumexp(L(input), dim, keepdim=keepdim)"),
+    "mean": (
+        "input dim keepdim",
+        "torch.logsumexp(L(input), dim, keepdim=keepdim) - torch.tensor(L(input).shape[dim]).log()",
+    ),
+    "masked_fill": ("input mask value", "L(input).masked_fill(mask, L(value))"),
     "prod": ("input dim keepdim", "L(input).sum(dim, keepdim=keepdim)"),
     "cumsum": ("input dim", "torch.logcumsumexp(L(input), dim)"),
     "cumprod": ("input dim", "torch.cumsum(L(input), dim)"),
@@ -45,7 +50,11 @@ _LOGS = {
     "det": ("input", "torch.linalg.slogdet(input).logabsdet"),
 }
 """The arguments of functions, and the logarithms of their results; ``L`` is that of an argument."""
-_OF_ALL = {"sum": "torch.logsumexp(L(input).flatten(), 0)", "prod": "L(input).sum()"}
+_OF_ALL = {
+    "sum": "torch.logsumexp(L(input).flatten(), 0)",
+    "mean": "torch.logsumexp(L(input).flatten(), 0) - torch.tensor(L(input).numel()).log()",
+    "prod": "L(input).sum()",
+}
 """The logarithms of reductions over all dimensions."""
 _ROOTS = {
     "log": ("input", "L(input)"),
@@ -63,6 +72,13 @@ _SELECT = {
     *("diag", "diagonal", "t", "roll", "flip", "contiguous", "float", "double", "clone"),
 }
 """Functions that only move entries; the logarithm passes through them."""
+_JOIN = {"cat", "concat", "concatenate", "stack"}
+"""Functions that join a sequence of tensors; the logarithm is that of each."""
+_WITHOUT_DIAGONAL = (
+    "torch.logsumexp(L(input).masked_fill(torch.eye(len(L(input)), dtype=torch.bool), -torch.inf), "
+    "dim, keepdim=keepdim)"
+)
+"""The logarithm of the sum of a square matrix minus its diagonal."""
 _SAME = {"multiply": "mul", "rmul": "mul", "divide": "div", "true_divide": "div", "truediv": "div"}
 _SAME |= {"rtruediv": "rdiv", "radd": "add", "expit": "sigmoid"}
 _FAR = {"exp", "softmax", "sigmoid", "cosh", "prod", "det", "logdet"}
@@ -87,8 +103,12 @@ _WITHOUT_EFFECT = (None, False, 1)
 """The defaults of further arguments, such as ``rounding_mode`` and ``alpha``."""
 
 
+_INNER = {*_LOGS, *_SELECT, *_JOIN, "rsub", "sub"}
+"""The functions through which the logarithm passes."""
+
+
 def may_be_in_formula(function: str) -> bool:
-    return _name_of(function) in {*_LOGS, *_ROOTS, *_SELECT, "rsub"}
+    return _name_of(function) in {*_INNER, *_ROOTS}
 
 
 def _name_of(function: str) -> str:
@@ -279,7 +299,9 @@ class _Derivation:
     def log(self, given: _Argument) -> ast.expr:
         """Return the expression of the logarithm of an argument."""
         if given.is_number:
-            _check(given.value > 0)
+            _check(given.value >= 0)
+            if given.is_written_out and given.value == 0:
+                return ast.parse("-torch.inf", mode="eval").body
             if given.is_written_out:
                 return ast.Constant(math.log(given.value))
             return self._filled("torch.tensor(input).log()", {"input": given})
@@ -304,6 +326,10 @@ class _Derivation:
             arguments = call.arguments("input other")
             _check(arguments["other"].value == 1 and arguments["other"].is_written_out)
             return self._of_rest(arguments["input"])
+        if call.name in _JOIN:
+            return self._of_joined(call)
+        if call.name == "sub":
+            return self._of_difference(call)
         names, rule = _LOGS[call.name]
         arguments = call.arguments(names)
         if call.name in _OF_ALL and arguments["dim"].value is None:
@@ -321,7 +347,7 @@ class _Derivation:
         if made is None or made.version != autograd.version_of(value):
             return None
         is_constant = not value.requires_grad and bool((value > 0).all())
-        if made.call.name not in {*_LOGS, *_SELECT, "rsub"} or is_constant:
+        if made.call.name not in _INNER or is_constant:
             return None
         _check(not any(made.call.is_again(part) for part in self.parts))  # the body of a loop
         self.parts.append(made.call)
@@ -353,6 +379,32 @@ class _Derivation:
             case ast.Call(ast.Attribute(ast.Name("F"), "logsigmoid"), [of]):
                 return self._filled("F.logsigmoid(-input)", {"input": of})
         raise _NoForm
+
+    def _of_joined(self, call: _Call) -> ast.expr:
+        """Return the logarithm of tensors that are joined, all of which the formula makes."""
+        arguments = call.arguments("tensors dim")
+        makers = [self._maker(_Argument(each, call, 0)) for each in arguments["tensors"].value]
+        logs = ast.List([self._of_call(each) for each in makers if each is not None])
+        _check(len(logs.elts) == len(makers))
+        dim = arguments["dim"]
+        rest = [] if dim.value is None else [ast.keyword("dim", self.operand(dim))]
+        return ast.Call(ast.Attribute(ast.Name("torch"), call.name), [logs], rest)
+
+    def _of_difference(self, call: _Call) -> ast.expr:
+        """Return the logarithm of the sums of the rows of a matrix minus its diagonal."""
+        arguments = call.arguments("input other")
+        total, diagonal = (self._maker(arguments[name]) for name in ("input", "other"))
+        _check(total is not None and diagonal is not None)
+        assert total is not None
+        assert diagonal is not None
+        _check(total.name == "sum" and diagonal.name in ("diagonal", "diag"))
+        of, matrix = total.arguments("input dim keepdim"), diagonal.args[0]
+        _check(of["dim"].value is not None and not diagonal.args[1:])
+        _check(of["input"].value is matrix and matrix.dim() == 2 and not diagonal.kwargs)
+        rule = _WITHOUT_DIAGONAL
+        if matrix.device.type != "cpu":
+            rule = rule.replace("torch.bool", "torch.bool, device=L(input).device")
+        return self._filled(rule, of)
 
     def _of_selection(self, call: _Call, log: Callable[[_Argument], ast.expr]) -> ast.expr:
         """Return the logarithm of the result of a function that moves entries."""

@@ -60,10 +60,13 @@ class Tried(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """Call by the user's code whose result, in whole, has led to a bad op."""
+    """Call by the user's code whose result has led to a bad op."""
 
     call: UserCall
-    is_shared: bool  # whether it is read at more than one place
+    function: str  # function that made the values, also if the call returns a part of them
+    is_shared: bool  # whether the whole result has led there, and is read at more than one place
+    is_part: bool = False
+    item: int = 0  # of what it returns, if that is a part
 
 
 class CureTrial:
@@ -102,14 +105,21 @@ class CureTrial:
         with self.replayer.run(Variant(scale=self.scale), origins, calls.active()):
             before = [origin for _, origin in origins.before_op(blame.forward_number)]
         found: list[Maker] = []
-        for origin in before:
-            call = calls.call_of(origin.number)
+
+        def add(number: int, part: Part | None, maker: int, size: int) -> None:
+            call, made = calls.call_of(number), calls.call_of(maker)
             if call is None or any(call.place.is_at(each.call.place) for each in found):
-                continue
-            readers = filter(None, map(calls.call_of, origins.readers_of(call.ops)))
-            is_whole = origin.size == before[0].size
-            is_shared = len({each.place.instruction for each in readers}) > 1
-            found.append(Maker(call, is_shared and is_whole))
+                return
+            readers = map(calls.call_of, origins.readers_of(call.ops if part is None else part))
+            is_shared = len({each.place.instruction for each in readers if each}) > 1
+            is_shared &= size == before[0].size
+            function, item = "" if made is None else made.function, 0 if part is None else part.item
+            found.append(Maker(call, function, is_shared, part is not None, item))
+
+        for origin in before:
+            add(origin.number, None, origin.number, origin.size)
+            for part in origin.parts:
+                add(part.number, part, part.maker, part.size)
         return found[1:]
 
     def is_finite(self, **changes: Any) -> bool:
@@ -199,6 +209,15 @@ def _in_float32(call: OpCall) -> list[Tensor]:
     return (in_wider(call, torch.float32) if may_round and not is_random else None) or []
 
 
+class Part(NamedTuple):
+    """View that an op has returned: of its outputs, the one with a number."""
+
+    number: int
+    item: int
+    maker: int  # number of the op that made the values
+    size: int
+
+
 @dataclass(frozen=True)
 class Origin:
     """Op on the way to a bad op."""
@@ -210,6 +229,7 @@ class Origin:
     lost: str  # a remark about a number in its arguments that its dtype rounds to zero
     is_rounded: bool  # whether its dtype makes 0, 1 or inf of other values
     size: int  # number of values of its first result
+    parts: tuple[Part, ...] = ()  # views that it has read
 
 
 class Origins(OpObserver):
@@ -221,6 +241,7 @@ class Origins(OpObserver):
     def __init__(self) -> None:
         self._ops: dict[int, Origin] = {}
         self._makers: ByMemory[int] = ByMemory()
+        self._parts: ByMemory[dict[tuple[int, int], Part]] = ByMemory()  # by the position in it
         self._wide: list[Tensor] = []
 
     def before(self, call: OpCall) -> None:
@@ -228,7 +249,11 @@ class Origins(OpObserver):
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Note an op and the makers of its inputs."""
-        if call.phase == "backward" or makes_no_values(call.func):
+        if call.phase == "backward":
+            return
+        if call.func.is_view:
+            self._note_parts(call, outputs)
+        if makes_no_values(call.func):
             return
         makers = (self._makers.get(tensor) for tensor in call.given)
         parents = tuple(dict.fromkeys(m for m in makers if m is not None))
@@ -236,15 +261,29 @@ class Origins(OpObserver):
         lost = "" if dtype is None else _lost(call, dtype)
         is_rounded = any(map(_is_rounded, outputs, self._wide))
         size = outputs[0].numel() if outputs else 0
-        origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded, size)
+        known = ((self._parts.get(each) or {}).get(_position(each)) for each in call.given)
+        read = tuple(part for part in known if part is not None)
+        origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded, size, read)
         self._ops[call.number] = origin
         for tensor in outputs:
             self._makers.put(tensor, call.number)
 
-    def readers_of(self, ops: range) -> Iterator[int]:
-        """Yield the other ops that read the results of ops."""
+    def _note_parts(self, call: OpCall, outputs: list[Tensor]) -> None:
+        for item, tensor in enumerate(outputs):
+            maker = self._makers.get(tensor)
+            if maker is not None:
+                parts = self._parts.get(tensor) or {}
+                parts[_position(tensor)] = Part(call.number, item, maker, tensor.numel())
+                self._parts.put(tensor, parts)
+
+    def readers_of(self, made: range | Part) -> Iterator[int]:
+        """Yield the other ops that read the results of ops, or a part of them."""
         for number, origin in self._ops.items():
-            if number not in ops and any(parent in ops for parent in origin.parents):
+            if isinstance(made, Part):
+                is_reader = made in origin.parts
+            else:
+                is_reader = number not in made and any(each in made for each in origin.parents)
+            if is_reader:
                 yield number
 
     def before_op(self, number: int) -> Iterator[tuple[int, Origin]]:
@@ -258,6 +297,12 @@ class Origins(OpObserver):
             new = [parent for parent in self._ops[current].parents if parent not in seen]
             seen.update(new)
             todo.extend((distance + 1, parent) for parent in new)
+
+
+def _position(tensor: Tensor) -> tuple[int, int]:
+    """Return where the values of a tensor begin in its memory, and how many there are."""
+    offset = int(tensor.storage_offset()) if tensor.layout is torch.strided else 0
+    return offset, tensor.numel()
 
 
 def _is_rounded(result: Tensor, exact: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from halfstep._tools.diagnose.edits import (
     Edit,
     evaluated,
     in_place,
+    item_of,
     row_name,
     writes_to_first,
 )
@@ -150,20 +152,26 @@ class UserCalls(TorchFunctionMode):
 
     def _carried_out(self, numbers: list[int], running: _Running) -> Any:
         """Call a function with edits."""
-        given, named, of_result = list(running.args), dict(running.kwargs), list[int]()
+        given, named = list(running.args), dict(running.kwargs)
+        of_result: list[tuple[int, Slot]] = []
         for number in numbers:
             slots = self._edits[number][1].slots_in(given, named)
             if not slots:
                 raise NotApplicable
             for slot in slots:
-                if slot == CALL:
-                    of_result.append(number)
+                if slot == CALL or item_of(slot) is not None:
+                    of_result.append((number, slot))
                     continue
                 holder, key = _holder(slot, given, named, running.function)
                 holder[key] = self._changed(running, number, slot, holder[key])
         result = running.function(*given, **named)
-        for number in of_result:
-            result = self._changed(running, number, CALL, result)
+        for number, slot in of_result:
+            item = item_of(slot)
+            if item is None:
+                result = self._changed(running, number, slot, result)
+            else:
+                changed = self._changed(running, number, slot, result[item])
+                result = (*result[:item], changed, *result[item + 1 :])
         return result
 
     def _changed(self, running: _Running, number: int, slot: Slot, value: Any) -> Any:
@@ -185,7 +193,8 @@ class UserCalls(TorchFunctionMode):
         is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:
-                self.clamped_parameter = (called_by_user(parameter) or "it").partition(" in ")[0]
+                name = (called_by_user(parameter) or "it").partition(" in ")[0]
+                self.clamped_parameter = re.findall(r"[^\W\d]\w*", name)[-1]
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:
