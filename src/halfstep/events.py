@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from halfstep._autocast import scopes
-from halfstep._autocast.kernels import OpObserver, count_rules, observe_ops
+from halfstep._autocast.kernels import OpObserver, observe_ops
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.region import ModuleRegion, observe_contexts
 from halfstep._scaler.journal import OBSERVERS, THIS_THREAD, Observer
@@ -27,7 +27,6 @@ __all__ = [
     "OpObserver",
     "PolicyOnDevice",
     "active_policies",
-    "count_rules",
     "has_own_policies",
     "is_observing",
     "is_on_island",

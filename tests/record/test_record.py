@@ -4,8 +4,7 @@ import math
 import os
 import signal
 import warnings
-from collections import Counter
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -944,105 +943,6 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
             step_on(optimizer, model(torch.ones(2, 4)).mean())
             del optimizer
     assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]
-
-
-def record_rules(folder: Path, policy: str, model: nn.Module, steps: int = 1) -> dict[str, int]:
-    """Train under a policy that the model's modules know; return the calls of each rule."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    context = halfstep.autocast(DEVICE, torch.bfloat16, policy=policy, module=model)
-    with halfstep.record(folder, every=2):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with context:
-                loss = torch.softmax(model(torch.ones(2, 4)), -1).float().square().sum()
-            step_on(optimizer, loss)
-    calls: Counter[str] = Counter()
-    for each in read_run(folder).rules:
-        calls.update(each.calls)
-    return dict(calls)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-class PerSample(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(lambda row: torch.softmax(row, -1))(super().forward(x))
-
-
-SOFTMAX = {"softmax:fp32": 1}
-
-
-@pytest.mark.parametrize(
-    ("policy", "make", "calls"),
-    [
-        (
-            "torch; softmax:fp32; linear:lower; linear@0:fp32; @1:fp32; exp:fp32",
-            net,
-            # linear is overruled in one module, and the other is an island
-            SOFTMAX | {"linear:lower": 0, "linear@0:fp32": 1, "@1:fp32": 1, "exp:fp32": 0},
-        ),
-        # PyTorch would do the same, so no kernel of ours runs outside of sampled steps.
-        (
-            "standard; tanh:leave; linear:lower; softmax:fp32-dtype",
-            lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-            {"tanh:leave": 1, "linear:lower": 1, "softmax:fp32-dtype": 1},
-        ),
-        # Rules for elsewhere are not said to be idle.
-        (
-            "standard; linear[mps]:fp32; linear[fp16]:fp32; linear[bf16]:fp32",
-            net,
-            {"linear[bf16]:fp32": 2},
-        ),
-        ("torch; softmax:fp32", lambda: PerSample(4, 4), SOFTMAX),  # none inside of vmap
-        ("torch; softmax:fp32; exp:fp32", lambda: torch.compile(net(), backend="eager"), SOFTMAX),
-        ("standard", net, {}),
-    ],
-)
-def test_how_often_each_added_rule_acted_is_recorded(policy, make, calls, tmp_path: Path) -> None:
-    assert record_rules(tmp_path, policy, make()) == calls
-    assert read_run(tmp_path).policies
-
-
-def test_rules_are_counted_in_sampled_steps_only(tmp_path: Path) -> None:
-    assert record_rules(tmp_path, "torch; softmax:fp32", net(), steps=5) == {"softmax:fp32": 3}
-    assert [each.step for each in read_run(tmp_path).rules] == [1, 2, 4]
-
-
-@pytest.mark.parametrize("policy", ["torch", "standard"])
-def test_counting_rules_changes_no_number(policy: str, tmp_path: Path) -> None:
-    def losses(folder: Path | None) -> list[float]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        text, found = f"{policy}; *:leave; linear:lower; exp:fp32", []
-        with nullcontext() if folder is None else halfstep.record(folder, every=1):
-            for _ in range(3):
-                x = torch.randn(16, 64)
-                with halfstep.autocast(DEVICE, torch.bfloat16, policy=text):
-                    loss = (torch.exp(model(x)) * 2).log_softmax(-1).square().mean()
-                step_on(optimizer, loss)
-                found.append(loss.item())
-        return found
-
-    assert losses(tmp_path) == losses(None)
-    [_, _, last] = read_run(tmp_path).rules
-    assert last.calls["linear:lower"] == 2
-
-
-@pytest.mark.parametrize("is_outside", [True, False], ids=["outside", "inside"])
-def test_rules_are_counted_once_while_a_trace_runs(is_outside: bool, tmp_path: Path) -> None:
-    model, context = net(), halfstep.autocast(DEVICE, torch.bfloat16, policy="torch; linear:fp32")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    entered = [halfstep.trace(model), halfstep.record(tmp_path)]
-    with ExitStack() as stack:
-        for each in entered if is_outside else reversed(entered):
-            stack.enter_context(each)
-        with context:
-            loss = model(torch.ones(2, 4)).sum()
-        step_on(optimizer, loss)
-    assert [each.calls for each in read_run(tmp_path).rules] == [{"linear:fp32": 2}]
 
 
 @pytest.mark.parametrize("kind", ["a parameter", "after accumulation", "a module", "none"])

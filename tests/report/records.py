@@ -76,10 +76,6 @@ def products(number: int, **num: int) -> Event:
     return {"event": "products", "step": number, "num": num}
 
 
-def rules(number: int, calls: Mapping[str, int]) -> Event:
-    return {"event": "rules", "step": number, "calls": calls}
-
-
 def step(number: int, /, **values: Any) -> Event:
     return {
         "event": "step",
@@ -411,7 +407,6 @@ def hostile(folder: Path) -> Path:
             header(command=[HOSTILE], machine=HOSTILE, device=HOSTILE, torch=HOSTILE),
             model_event(names, name=HOSTILE),
             policy(text=HOSTILE),
-            rules(1, {"![x](http://x)|`": 0, HOSTILE: 2}),
             *(step(n) for n in range(1, 20)),
             *(sample(n, layers(names)) for n in (1, 10)),
             skip(20, optimizer=HOSTILE),

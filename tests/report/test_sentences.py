@@ -116,9 +116,7 @@ FLUSHED = counted({0: 90}, zeros=10, flushed=10)
 BUFFERS = "bn.running_mean", "bn.running_var"
 BAD_LOSS = {"reason": "loss", "loss": math.nan}
 OVERFLOW, SMALLEST = "overflow", "non-finite down to min_scale"
-NO_SUCH = "standard; @nosuch:fp32; exp@head:fp32"
 IDLE = "the policy's rule @nosuch:fp32 never acted: no module of this GPT is named like it"
-ACTED = [{"@nosuch:fp32": 0, "exp@head:fp32": 2}, {"@nosuch:fp32": 0, "exp@head:fp32": 0}]
 FLUSHED_AT_16K = [
     step(40, scale=16384.0),
     sample(40, [tensor(*gradient(FLUSHED, "tail"))], 16384.0),
@@ -295,13 +293,7 @@ RUNS = {
     "weights that fp16 cannot hold": run(
         sample(40, [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))])
     ),
-    "rules that acted nowhere, as far as is known": run(records.policy(text=NO_SUCH)),
-    "a rule that never acted": run(
-        records.policy(text=NO_SUCH), *(records.rules(n, c) for n, c in enumerate(ACTED, start=1))
-    ),
-    "a rule that never acted, with its reason": run(
-        records.rules(1, {"@nosuch:fp32": 0}), records.note(100, IDLE)
-    ),
+    "a rule that never acted": run(records.note(100, IDLE)),
     **{
         f"{share:.1%} of the updates lost": partial(records.losing_updates, lost=share)
         for share in (0.97, 0.2, 0.02, 0.001)

@@ -25,7 +25,7 @@ from halfstep._autocast.casts import WITH_NUMBERS, pytorch_kernel, pytorchs, wit
 from halfstep._autocast.native import Products
 from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.policy import Policy, check, meant_by, rules_within, whole_module_rule
+from halfstep._autocast.policy import Policy, check, rules_within, whole_module_rule
 from halfstep._autocast.rule import Rule
 from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Keys, overload
@@ -70,20 +70,15 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
 
 def number_within(active: PolicyOnDevice, module: str) -> int | None:
     """Return the number of ``active``'s policy in a module, which is called; None on an island."""
-    rule, number = _within(active, module, active.lower_precision())
-    _count(rule)
-    return number
+    return _within(active, module, active.lower_precision())
 
 
 @cache
-def _within(
-    active: PolicyOnDevice, module: str, dtype: torch.dtype
-) -> tuple[Rule | None, int | None]:
+def _within(active: PolicyOnDevice, module: str, dtype: torch.dtype) -> int | None:
     rule = whole_module_rule(active.policy, module, active.device, dtype)
     if rule is not None and rule.action == "fp32":
-        return rule, None
-    number = prepare(active.policy, active.device, module, only_observed=active.only_observed)
-    return rule, number
+        return None
+    return prepare(active.policy, active.device, module, only_observed=active.only_observed)
 
 
 def prepared(number: int) -> PolicyOnDevice:
@@ -181,7 +176,6 @@ def _run_observed(observer: OpObserver, policy: PolicyOnDevice, name: str) -> Ke
     def run(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         if not _applies(rule, name, args, kwargs):
             return kernel(keys, *args, **kwargs)
-        _count(rule)
         with observer(name, rule, policy):
             return kernel(keys, *args, **kwargs)
 
@@ -197,49 +191,6 @@ def _applies(rule: Rule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return True
     names = [argument.name for argument in dispatch.arguments_of(name)]
     return (dict(zip(names, args, strict=False)) | kwargs).get("dtype") is None
-
-
-# --- counting -------------------------------------------------------------------------------------
-
-_counters: list[Callable[[Rule], object]] = []
-
-
-@contextmanager
-def count_rules(counter: Callable[[Rule], object]) -> Iterator[None]:
-    """Pass each rule to ``counter`` when it decides for an op, or for a module as a whole.
-
-    Only rules that a policy has beyond its preset are certain to be passed. Ops run as they do
-    without a counter. Outside of the block nothing is counted, and nothing costs time.
-    """
-    _counters.append(counter)
-    try:
-        with _registered(lambda policy: meant_by(policy.added), _counting_kernel):
-            yield
-    finally:
-        _counters.remove(counter)
-
-
-@cache
-def _counting_kernel(name: str, device: str) -> Kernel:
-    """Return the kernel of an overload that also counts the rule that decides."""
-    kernel = _kernel(name, device)
-
-    @compiler.do_not_compile_alone
-    def counting(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
-        policy = scopes.policies().get(device)
-        if policy is not None and _observer is None:  # an observed op is counted where it runs
-            rule = policy.rule(name) if _counters else None
-            if rule is not None and _applies(rule, name, args, kwargs):
-                _count(rule)
-        return kernel(keys, *args, **kwargs)
-
-    return counting
-
-
-def _count(rule: Rule | None) -> None:
-    if rule is not None:
-        for counter in _counters:
-            counter(rule)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -459,8 +459,6 @@ class Recorder:
             self._write_of_step("products", num=dict(self._products))
             self.seen.products += self._products
             self._products.clear()
-        if self._sampler.acted:
-            self._write_of_step("rules", calls=self._sampler.acted)
         if tensors:
             weights = (each.dtype for each in tensors if each.kind == "parameter")
             self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)

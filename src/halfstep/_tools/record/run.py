@@ -96,13 +96,6 @@ class PolicySeen(_Event, tag="policy", frozen=True):
     text: str
 
 
-class RulesActed(_Event, tag="rules", frozen=True):
-    """How often rules that a policy has beyond its preset decided in a sampled step."""
-
-    step: Count
-    calls: dict[str, Count]  # by the text of the rule: calls of ops, or of modules as a whole
-
-
 HIDDEN = "hidden"
 """Among the dtypes of products: functions whose products autograd does not see."""
 
@@ -286,7 +279,6 @@ class Run:
     ranks: tuple[int, ...]  # ranks that have written
     models: tuple[Model, ...]  # of the first rank, and those that only others have
     policies: tuple[PolicySeen, ...]  # of the first rank
-    rules: tuple[RulesActed, ...]  # of all ranks
     products: tuple[Products, ...]  # of all ranks
     steps: tuple[Step, ...]  # of the first rank, with the losses of all
     samples: tuple[Sample, ...]  # of all ranks together

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._autocast import Rule, default_device, holds_where
+from halfstep._autocast import default_device
 from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
@@ -32,7 +32,7 @@ from halfstep._tools.record.models import Models
 from halfstep._tools.record.run import KINDS, Kind, Measured
 from halfstep._tools.statistics import Statistics, merged
 from halfstep._tools.trace.rows import grouped
-from halfstep.events import PolicyOnDevice, active_policies, count_rules, observe_contexts
+from halfstep.events import PolicyOnDevice, active_policies, observe_contexts
 
 OUTERMOST = "(model)"
 """The name of the outermost module."""
@@ -71,16 +71,12 @@ class Sampler:
         # Number of calls by device, dtype and policy; None is PyTorch's policy.
         self._ran_under: Counter[tuple[str, torch.dtype, PolicyOnDevice | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
-        self._decided: Counter[Rule] = Counter()  # how often each rule decided in the step
-        self.acted: dict[str, int] = {}  # the same of the rules that policies have beyond presets
 
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; without measuring, it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring
         self._depth, self._depth_of_region = 0, -1
         self._ran_under.clear()
-        self._decided.clear()
-        self._opened.enter_context(count_rules(self._count_rule))
         self._opened.enter_context(observe_contexts(self._enter_region))
         self._global_hooks.install()
         self._opened.callback(self._global_hooks.remove)
@@ -98,15 +94,6 @@ class Sampler:
             counts[device, dtype_name(dtype), text] += num_calls
         for (device, name, text), _ in reversed(counts.most_common()):
             self.policies[device] = name, text
-        # Of added rules those that can act on the device and in the dtype. Calls inside of compiled
-        # code are not seen, so there zero has no meaning.
-        is_eager = len(self._models) > 0 and not self._models.has_compiled
-        self.acted = {
-            str(rule): self._decided[rule]
-            for device, dtype, policy in self._ran_under
-            for rule in (() if policy is None else policy.added)
-            if holds_where(rule, device, dtype) and (is_eager or self._decided[rule])
-        }
         found, self._found = self._found, {}
         measured = [Measured.of(*key, *value) for key, value in found.items()]
         return sorted(measured, key=lambda each: KINDS.index(each.kind))
@@ -222,9 +209,6 @@ class Sampler:
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
                 self._ran_under[device, dtype, policies.get(device)] += 1
-
-    def _count_rule(self, rule: Rule) -> None:
-        self._decided[rule] += self._is_listening()
 
 
 class _ForwardHook:

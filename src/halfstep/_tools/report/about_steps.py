@@ -30,7 +30,7 @@ _AVERAGE = "average the loss where it is a sum, as over pixels, or divide it by 
 MANIFOLD = 10.0
 """The factor from which on a loss has risen, whatever the training."""
 NEVER_ACTED = "never acted"
-"""What is said of a rule, also by a note of ``halfstep run`` that knows the reason."""
+"""What a note of ``halfstep run`` says of a rule."""
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
@@ -415,32 +415,6 @@ def _guarded(facts: Facts, effect: str) -> tuple[str | Code, ...]:
 def is_scaled(summary: Summary) -> bool:
     """Return whether the loss was multiplied by a scale; a guard scales nothing."""
     return summary.scale is not None and not summary.scale.min == summary.scale.max == 1
-
-
-def about_policy(summary: Summary) -> Iterator[Sentence]:
-    """Yield a sentence if rules of the policy never acted."""
-    known = [note.text for note in summary.notes if NEVER_ACTED in note.text]
-    unused = [
-        each
-        for each in summary.rules
-        if not each.calls and not any(f"rule {each.rule} {NEVER_ACTED}" in text for text in known)
-    ]
-    if unused:
-        num_steps = max(each.num_steps for each in unused)
-        yield say(
-            "warning",
-            *names([each.rule for each in unused]),
-            f" of the policy {NEVER_ACTED}: no op and no module was decided by "
-            f"{'it' if len(unused) == 1 else 'them'} in {things(num_steps, 'sampled step')}.",
-            cure=(
-                " Compare the names with ",
-                Code("model.named_modules()"),
-                " and with the ops of ",
-                Code("halfstep.trace"),
-                "; a later rule may overrule an earlier one.",
-            ),
-            evidence="policy",
-        )
 
 
 def about_course(summary: Summary) -> str:

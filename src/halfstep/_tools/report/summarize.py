@@ -25,7 +25,6 @@ from halfstep._tools.report.summary import (
     ModelFacts,
     OptimizerLoss,
     Origin,
-    RuleActed,
     ScaleCourse,
     State,
     StepCounts,
@@ -58,7 +57,6 @@ def summarize(run: Run) -> Summary:
         ),
         policies=policies,
         products=dict(_products(run).most_common()),
-        rules=tuple(_rules(run)),
         lower=lower_of(policies),
         has_scaler=any(step.scale is not None for step in run.steps),
         steps=_steps(run),
@@ -110,13 +108,6 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
 
 def _products(run: Run) -> Counter[str]:
     return sum((Counter(each.num) for each in run.products), Counter())
-
-
-def _rules(run: Run) -> Iterator[RuleActed]:
-    for rule in dict.fromkeys(rule for each in run.rules for rule in each.calls):
-        having = [each for each in run.rules if rule in each.calls]
-        calls = sum(each.calls[rule] for each in having)
-        yield RuleActed(rule, calls, len({each.step for each in having}))
 
 
 # --- steps ----------------------------------------------------------------------------------------

@@ -362,21 +362,6 @@ class GradientTotals:
 
 
 @dataclass(frozen=True)
-class RuleActed:
-    """A rule that a policy of the run has beyond its preset.
-
-    Attributes:
-        rule: Its text.
-        calls: How often it decided for an op, or for a module as a whole, in the sampled steps.
-        num_steps: The number of sampled steps in which it was in force.
-    """
-
-    rule: str
-    calls: int
-    num_steps: int
-
-
-@dataclass(frozen=True)
 class Summary:
     """All numbers of a run.
 
@@ -384,7 +369,6 @@ class Summary:
         path: The folder of the record.
         policies: The policies in force, in order.
         products: The number of products by the dtypes of their results, in the sampled steps.
-        rules: The rules that these have beyond their presets, and could act in training.
         lower: The name of the format that applies to float32 tensors: the lower precision of the
             run, or fp16 if it is unknown.
         has_scaler: Whether any step had a scale.
@@ -407,7 +391,6 @@ class Summary:
     models: tuple[ModelFacts, ...]
     policies: tuple[PolicySeen, ...]
     products: Mapping[str, int]
-    rules: tuple[RuleActed, ...]
     lower: str
     has_scaler: bool
     steps: StepCounts

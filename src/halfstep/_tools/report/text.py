@@ -64,7 +64,6 @@ _TOPICS = (
     about_tensors.about_motion,
     about_steps.about_rise,
     about_steps.about_scale,
-    about_steps.about_policy,
     about_tensors.about_updates,
     about_tensors.about_underflow,
     about_tensors.about_range,
