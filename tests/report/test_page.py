@@ -153,12 +153,7 @@ def share(value):
 # --- what they tell -------------------------------------------------------------------------------
 
 
-def with_rules(folder):
-    rules = [records.rules(n, {"softmax:fp32": 2, "@head:fp32": 0}) for n in (1, 2)]
-    return records.write(folder, [records.header(), records.policy(), *rules])
-
-
-TOLD = (records.with_skips, records.diagnosed, records.killed, with_rules)
+TOLD = (records.with_skips, records.diagnosed, records.killed)
 
 
 def test_what_pages_tell(tmp_path, golden):
