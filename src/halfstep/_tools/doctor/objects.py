@@ -66,8 +66,6 @@ def findings(training: Training) -> Iterator[Finding]:
     yield from _low_parameters(training)
     yield from _eps_of_optimizers(training)
     yield from _eps_of_modules(training)
-    yield from _shared(training)
-    yield from _missing(training)
 
 
 # --- scaler and dtype -----------------------------------------------------------------------------
@@ -161,44 +159,6 @@ def _is_lost(eps: object) -> TypeGuard[float]:
 
 def _in_fp16(eps: float) -> float:
     return torch.tensor(eps, dtype=torch.float16).item()
-
-
-# --- owners of parameters -------------------------------------------------------------------------
-
-
-def _shared(training: Training) -> Iterator[Finding]:
-    owners: dict[Tensor, list[Optimizer]] = {}
-    for optimizer in training.apart:
-        for param in parameters(optimizer):
-            owners.setdefault(param, []).append(optimizer)
-    shared = [param for param, of in owners.items() if len(of) > 1]
-    if shared:
-        names = training.names(shared, owners[shared[0]][0])
-        whose = " and ".join(dict.fromkeys(type(each).__name__ for each in owners[shared[0]]))
-        yield finding(
-            "shared-parameter",
-            names=names,
-            optimizers=whose,
-            parameters=f"{things(len(shared), 'parameter')} ({_listed(names)})",
-        )
-
-
-def _missing(training: Training) -> Iterator[Finding]:
-    if training.model is None or not training.optimizers:
-        return
-    trained, held = set(training.trained), set(training.held)
-    missing = [p for p in training.held if p.requires_grad and p not in trained]
-    if not missing:
-        return
-    names = training.names(missing)
-    foreign = [param for param in training.trained if param not in held]
-    is_replaced = {param.shape for param in missing} <= {param.shape for param in foreign}
-    yield finding(
-        "replaced-parameters" if is_replaced else "untrained-parameters",
-        names=names,
-        parameters=things(len(missing), "parameter"),
-        listed=_listed(names),
-    )
 
 
 def _listed(names: list[str]) -> str:
