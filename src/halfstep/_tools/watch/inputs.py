@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from halfstep._tools.user_code import is_same_view, path_to
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
+_SIZES = ("abs", "__abs__", "pow", "__pow__", "square")
 
 
 def of_inputs(calls: Sequence[KeptCall]) -> str:
@@ -35,8 +37,9 @@ def of_inputs(calls: Sequence[KeptCall]) -> str:
 
 def _large(calls: Sequence[KeptCall]) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors with large values, each with a sentence."""
-    for call in calls:
-        if isinstance(call.function, nn.Module) or call.name.endswith(("loss", *_DIFFERENCES)):
+    for call, following in zip_longest(calls, calls[1:]):
+        is_error = call.name in _DIFFERENCES and following and following.name in _SIZES
+        if is_error or isinstance(call.function, nn.Module) or call.name.endswith("loss"):
             for tensor, made_by in call.arguments():
                 is_data = tensor.is_floating_point() and tensor.dim() and not tensor.requires_grad
                 parts = needed_for([] if made_by is None else [made_by])
