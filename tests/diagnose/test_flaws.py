@@ -24,7 +24,6 @@ OF_SGD, SMALL = "20 steps of SGD on this batch", "20 small steps on this batch"
         (OF_SGD, (3.0, 3.0), (), Flaw.DOUBT),  # the rate may be small
         (OF_SGD, (3.0, 4.0), (), Flaw.DOUBT),
         (OF_SGD, (300.0, 200.0), (), Flaw.DOUBT),  # those before it were about 3
-        (OF_SGD, (3.0, 3.0, 3.0), (), Flaw.NO_CURE),  # no gradient reaches a weight
         (SMALL, (3.0, 4.0), (), Flaw.NONE),
         (SMALL, (3.0, 3.0), (), Flaw.NO_CURE),
         (OF_SGD, (3.0, 4.0), (0.1, 0.05), Flaw.NO_CURE),

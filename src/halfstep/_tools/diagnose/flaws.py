@@ -26,9 +26,9 @@ NEARLY = 0.9
 def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     """Return what is against a change: a finite step alone is no cure if nothing is learned.
 
-    A loss that is the same number after each step has no gradient, unless it is 0, where nothing
-    is to be learned; one that stays may fall later if the optimizer makes small steps. A loss may
-    rise for a while, as in a game of two models, unless values get no gradient to come back.
+    A loss that stays at 0 has nothing to be learned; another one may fall later if the optimizer
+    makes small steps. A loss may rise for a while, as in a game of two models, unless values get no
+    gradient to come back.
     """
     if cure.is_finite is False:
         return Flaw.NOT_FINITE
@@ -41,7 +41,6 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_usual = not cure.losses or usual.is_like(losses[0])
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_most = last > MOST and last > NEARLY * first and not is_falling
-    is_dead = is_standing and len(losses) > 2 and len(set(losses)) == 1
-    if is_most or is_far or is_dead or (is_standing and is_small) or (is_rising and first):
+    if is_most or is_far or (is_standing and is_small) or (is_rising and first):
         return Flaw.NO_CURE
     return Flaw.DOUBT if is_standing or is_rising or last or not is_usual else Flaw.NONE
