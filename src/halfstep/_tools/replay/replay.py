@@ -389,15 +389,19 @@ def _scaled(
         run.scaling.append(range(first, mode.num_ops))
         return result
 
-    def backward(original: Any, tensors: Any, grad: Any = None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         with modes.unseen_by_modes(), torch.no_grad():
-            factor = 1.0 if before or grad is not None else autograd.factor_of(tensors)
+            is_given = bool(before) or grad_tensors is not None
+            factor = 1.0 if is_given else autograd.factor_of(tensors)
             if factor >= BY_HAND:
                 run.by_hand = factor
                 run.scaling.append(range(mode.num_ops - 2, mode.num_ops))
                 if scale is not None:
-                    run.scale, grad = scale, torch.full_like(tensors, scale / factor)
-        original(tensors, grad, *args, **kwargs)
+                    run.scale = scale
+                    grad_tensors = torch.full_like(tensors, scale / factor)
+        original(tensors, grad_tensors, *args, **kwargs)
 
     patches.wrap(torch.autograd, "backward", _here(backward))
     patches.wrap(GradScaler, "scale", _here(multiply))
