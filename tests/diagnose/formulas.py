@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.diagnose.kinds.judged import run_file
+from tests.dtype_errors.dtype_programs import pasted
 from torch import Tensor, nn
 
 import halfstep
@@ -125,17 +126,8 @@ def judge(name: str, folder: Path) -> Judged:
     found = halfstep.diagnose(run_file(source, folder / f"{name}.py")["step"])
     if found.cure is None or not found.cure.edits:
         return Judged(found)
-    return Judged(
-        found, *descend(FORMULAS[name], run_file(pasted(source, found), folder / "cured.py"))
-    )
-
-
-def pasted(source: str, found: Diagnosis) -> str:
-    assert found.cure is not None
-    lines = source.splitlines()
-    for edit in sorted(found.cure.edits, key=lambda edit: -edit.first):
-        lines[edit.first - 1 : edit.last] = edit.text.splitlines()
-    return "\n".join(lines) + "\n"
+    cured = run_file(pasted(source, found.cure.edits), folder / "cured.py")
+    return Judged(found, *descend(FORMULAS[name], cured))
 
 
 def descend(formula: Formula, names: dict[str, Any]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.diagnose.kinds.judged import run_file
+from tests.dtype_errors.dtype_programs import pasted
 
 import halfstep
 from halfstep import Diagnosis
@@ -115,7 +116,7 @@ def _cures(truth: _Truth, found: Diagnosis, folder: Path) -> bool | None:
     if not learns:
         return True
     if found.cure.edits:
-        source = pasted(truth.source, found)
+        source = pasted(truth.source, found.cure.edits)
     elif found.cure.policy is not None:
         region = 'torch.autocast("cpu", dtype=torch.float16'
         given = f', policy="{found.cure.policy}"'
@@ -128,18 +129,7 @@ def _cures(truth: _Truth, found: Diagnosis, folder: Path) -> bool | None:
     return False
 
 
-def pasted(source: str, found: Diagnosis) -> str:
-    """Return a source with the edits of a cure."""
-    assert found.cure is not None
-    lines = source.splitlines()
-    for edit in sorted(found.cure.edits, key=lambda edit: -edit.first):
-        lines[edit.first - 1 : edit.last] = edit.text.splitlines()
-    return "\n".join(lines) + "\n"
-
-
 # --- errors about dtypes --------------------------------------------------------------------------
-
-_CURE = re.compile(r"(\S+\.to\(\S+\)) in place of (\S+)")
 
 
 def _of_error(truth: _Truth, file: Path) -> Judged:
@@ -150,25 +140,8 @@ def _of_error(truth: _Truth, file: Path) -> Judged:
         found = explain(error)
     if found is None or not found.cures:
         return Judged(False, found is not None, False, str(found))
-    wanted = truth.one("cure")
-    return Judged(bool(re.search(wanted, str(found))), True, _runs(truth, found, file), str(found))
-
-
-def _runs(truth: _Truth, found: Any, file: Path) -> bool:
-    lines = truth.source.splitlines()
-    if before := re.match(r"(.+) before this line$", found.cures[0]):
-        number = int(found.where.rpartition(":")[2]) - 1
-        indent = re.match(r"\s*", lines[number])[0]
-        lines.insert(number, indent + before[1])
-        return _ends("\n".join(lines) + "\n", file)
-    for cure in found.cures[0].split("; "):
-        at = re.search(r"at line (\d+)", cure) or re.search(r"(?:line |:)(\d+)", found.where)
-        number, edits = int(at[1]) - 1, _CURE.findall(cure)
-        for new, old in edits:
-            lines[number] = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w.])", new, lines[number])
-        if not edits:
-            return False
-    return _ends("\n".join(lines) + "\n", file)
+    said, runs = str(found), _ends(pasted(truth.source, found.cures[0].edits), file)
+    return Judged(bool(re.search(truth.one("cure"), said)), True, runs, said)
 
 
 def _ends(source: str, file: Path) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.diagnose.formulas import pasted
 from tests.diagnose.kinds.judged import run_file
+from tests.dtype_errors.dtype_programs import pasted
 from torch import Tensor
 
 import halfstep
@@ -97,8 +97,8 @@ def test_a_stable_form_computes_the_same(part: int, tmp_path: Path) -> None:
         if found.cure is None or not found.cure.edits or "clamp" in found.cure.text:
             continue
         assert found.cure.is_finite
-        assert run_file(pasted(far, found), tmp_path / "far.py")["step"]().isfinite()
-        cured = pasted(source, found)
+        assert run_file(pasted(far, found.cure.edits), tmp_path / "far.py")["step"]().isfinite()
+        cured = pasted(source, found.cure.edits)
         one, other = results(source, tmp_path / "a.py"), results(cured, tmp_path / "b.py")
         torch.testing.assert_close(other, one, rtol=1e-7, atol=1e-9, msg=found.cure.text)
         num_forms += 1

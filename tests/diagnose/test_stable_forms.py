@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.diagnose.formulas import FORMULAS, judge, pasted
+from tests.diagnose.formulas import FORMULAS, judge
 from tests.diagnose.kinds.judged import run_file
+from tests.dtype_errors.dtype_programs import pasted
 
 import halfstep
 
@@ -29,7 +30,7 @@ def test_the_cure_computes_what_the_formula_computes_and_learns(name: str, tmp_p
     assert judged.learns, f"{judged.before} to {judged.after}\n{judged.found}"
     source = FORMULAS[name].source
     results = []
-    for number, text in enumerate((source, pasted(source, judged.found))):
+    for number, text in enumerate((source, pasted(source, judged.found.cure.edits))):
         small = text.replace(f"* {FORMULAS[name].gain}", f"* {FORMULAS[name].gain / 20}")
         exact = small.replace("torch.manual_seed(0)", "torch.set_default_dtype(torch.float64)")
         torch.manual_seed(0)
@@ -70,7 +71,7 @@ def diagnosed(body: str, folder: Path, head: str = HEAD) -> Any:
     source = f"{head}{lines}    loss.backward()\n    return loss\n"
     found = halfstep.diagnose(run_file(source, folder / "a.py")["step"])
     if found.cure is not None and found.cure.edits:
-        loss = run_file(pasted(source, found), folder / "b.py")["step"]()
+        loss = run_file(pasted(source, found.cure.edits), folder / "b.py")["step"]()
         assert bool(loss.isfinite()) == found.cure.is_finite
     return found.cure
 

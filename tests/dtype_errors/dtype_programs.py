@@ -153,6 +153,6 @@ def runs(file: Path) -> None:
 def pasted(text: str, edits: tuple[LineEdit, ...]) -> str:
     """Return a program with edits of its lines."""
     lines = text.split("\n")
-    for edit in reversed(edits):
+    for edit in sorted(edits, key=lambda edit: -edit.first):
         lines[edit.first - 1 : edit.last] = edit.text.split("\n")
     return "\n".join(lines)

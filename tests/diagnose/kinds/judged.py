@@ -27,7 +27,10 @@ from halfstep import Diagnosis
 from halfstep._tools.record.read import read_run
 
 OF_THE_BATCH = ("bad_batch", "bad_target")
-ALL_CHANGED = ("atanh_of_one", "flow_log_det", "sac_log_prob", "squares_overflow", "state_space")
+ALL_CHANGED = (
+    *("atanh_of_one", "flow_log_det", "growing_recurrence", "inverse_softplus", "sac_log_prob"),
+    *("squares_overflow", "state_space"),
+)
 """The kinds in which an edit may change all values, so that it is described as no cure."""
 COLUMNS = ("named", "line", "verdict", "offered", "cure", "silent", "step", "same")
 

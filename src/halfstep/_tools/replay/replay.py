@@ -395,7 +395,7 @@ def _scaled(
         with modes.unseen_by_modes(), torch.no_grad():
             is_given = bool(before) or grad_tensors is not None
             factor = 1.0 if is_given else autograd.factor_of(tensors)
-            if factor >= BY_HAND:
+            if BY_HAND <= factor < math.inf:
                 run.by_hand = factor
                 run.scaling.append(range(mode.num_ops - 2, mode.num_ops))
                 if scale is not None:

@@ -122,7 +122,9 @@ class Growth:
         """
         by_losses = self._by_losses(found)
         needed = EXPLODED if by_losses is None else EXPLODED / 10
-        explained = self._by_weights(found, step, calls, needed) or by_losses
+        # The loop may write large weights itself, as weights of a teacher are copied.
+        is_by_rate = by_losses is None and found.verdict == "range"
+        explained = self._by_weights(found, step, calls, needed, is_by_rate) or by_losses
         if explained and by_losses and explained is not by_losses:
             both = f"{by_losses.happened}; {explained.happened.partition(': ')[2]}"
             explained = replace(explained, happened=both)
@@ -139,8 +141,14 @@ class Growth:
         yield from filter(None, [self._of_collapse(), of_inputs(calls)])
 
     def _by_weights(
-        self, found: Diagnosis, step: int, calls: Sequence[KeptCall], needed: float
+        self,
+        found: Diagnosis,
+        step: int,
+        calls: Sequence[KeptCall],
+        needed: float,
+        is_by_rate: bool,
     ) -> Diagnosis | None:
+        """Return the growth of weights, only by a rate that was raised if ``is_by_rate``."""
         for optimizer, measured in self._measured.items():
             amax, name = _largest(parameters(optimizer)), type(optimizer).__name__
             for back, before in enumerate(reversed(measured), start=1):
@@ -150,6 +158,8 @@ class Growth:
             else:
                 continue
             rate, begun = rate_of(optimizer), first_rate(optimizer, measured[0].rate)
+            if is_by_rate and rate <= begun:
+                continue
             rates = dict.fromkeys(map(number, (before.rate, rate)))
             event = (
                 f"the run diverges: the largest weight of {name} grew from {number(before.amax)} "
