@@ -295,5 +295,5 @@ def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
 def name_of(steps: SeveralSteps) -> str:
     """Return the number of steps, who took them, and on which batches."""
     of = f" of {listed([*steps.takers])}" if steps.takers else ""
-    both = " on this batch and the one before" if steps.others else " on this batch"
+    both = " on this batch (in turn with the one before)" if steps.others else " on this batch"
     return f"{things(steps.num, 'step' if of else 'small step')}{of}{both if steps.losses else ''}"

@@ -98,7 +98,6 @@ OVERFLOWED = (
     "at 65,504: {line}"
 )
 LEFT_OUT = "the script left this batch out"
-MANY_LEFT_OUT = "the script left out {:,} batches whose loss was inf or NaN (first: step {})"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
 
 MOST_DIAGNOSES = 5
@@ -219,7 +218,6 @@ class Watch:
         self._steps = _StepCount()
         self._running = _WatchedStep()
         self._num_tried = self._num_checked = 0
-        self._left_out: list[int] = []  # the steps whose batches the loop has left out
         self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
         self._taken: _Taken | None = None  # the step that an optimizer takes
@@ -269,8 +267,6 @@ class Watch:
                 if error is not None and self._running.left_out is None:
                     self._running.left_out = self._capture.log.first_bad()
                 self._conclude(is_last=True)
-            if self._left_out[1:]:
-                self.notes.append(MANY_LEFT_OUT.format(len(self._left_out), self._left_out[0]))
         finally:
             self._stack.close()
 
@@ -389,7 +385,6 @@ class Watch:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
         with self._about(is_counted=was_taken, is_leaving=not is_end):
-            self._left_out += [] if was_taken or is_end else [self._step]
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
@@ -645,7 +640,7 @@ class Watch:
         places = (
             at
             for tensor in (*bad, *(tensor for tensor, _ in data))
-            if (at := log.written_at.get(tensor) or log.spoilt_at.get(tensor))
+            if (at := log.spoilt_at.get(tensor) or log.written_at.get(tensor))
         )
         place = next(places, None)
         if found.cure is None:

@@ -1,7 +1,7 @@
 # kind: 4
 # expect: range mul
 # says: the line casts to a lower precision itself, which no rule changes
-# says: tried for \d+ steps? of Adam on this batch and the one before: the loss falls
+# says: tried for \d+ steps? of Adam on this batch \(in turn with the one before\): the loss falls
 import torch
 from torch import nn
 

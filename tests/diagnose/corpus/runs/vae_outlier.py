@@ -2,7 +2,7 @@
 # expect: range exp
 # says: clip the gradients before each step, too.* without that the loss is inf or NaN in step 2
 # says: the gradient of the first step with it is .* times the last one
-# says: tried for \d+ steps of SGD on this batch and the one before: the loss falls
+# says: tried for \d+ steps of SGD on this batch \(in turn with the one before\): the loss falls
 import torch
 from torch import nn
 
