@@ -248,7 +248,7 @@ def test_gradients_that_are_never_zeroed_are_the_cause_of_growth(is_zeroed: bool
                     weight.grad.data.zero_()  # unseen by the version of the gradient
     (found,) = watch.found
     assert found.cure.text.startswith("optimizer.zero_grad()") is not is_zeroed
-    assert ("not zeroed between" in found.happened) is not is_zeroed
+    assert ("not zeroed after" in found.happened) is not is_zeroed
 
 
 def test_a_loss_that_falls_without_end_is_growth_beside_another_that_does_not() -> None:

@@ -169,10 +169,11 @@ class Growth:
             )
             text = of_settings(optimizer, begun)
             if optimizer in self._adding and optimizer not in self._cleared:
-                event += "; its gradients were not zeroed between the steps that were checked"
+                steps = ", ".join(str(each.step) for each in measured)
+                event += f"; its gradients were not zeroed after each of the checked steps {steps}"
                 text = (
-                    f"optimizer.zero_grad()  # after each step of {name}, whose gradients now add "
-                    "up over all steps"
+                    f"optimizer.zero_grad()  # after each step of {name}, whose gradients add up "
+                    "over several steps"
                 )
             if not text and rate > begun:
                 files = [line.file for _, _, line in self._losses if line is not None]

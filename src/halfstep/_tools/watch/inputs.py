@@ -46,7 +46,10 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[tuple[str, str]]:
                 if not is_data or any(is_model(part.function) for part in parts):
                     continue
                 name = name_in_code(tensor).partition(" in ")[0]
-                if not name.endswith("without a name") and (said := _said(name, tensor)):
+                if name.endswith("without a name"):  # as x[rows] has
+                    is_input = isinstance(call.function, nn.Module)
+                    name = f"the input of {type(call.function).__name__}" if is_input else ""
+                if name and (said := _said(name, tensor)):
                     yield name, said
 
 

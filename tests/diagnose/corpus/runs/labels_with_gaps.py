@@ -1,7 +1,7 @@
 # kind: 6
 # expect: data mse_loss
 # tensor: \byb\b
-# cure: last wrote to it: \S+:17 in <module>: y\[::31, 1\] = float\("nan"\)
+# cure: last wrote to it: \S+:16 in <module>: y\[::31, 1\] = float\("nan"\)
 # cure: tensors\[1\] of TensorDataset is not finite in 9 of 256 rows, column 1 of 2
 # cure: keep = \S*yb\S*\.isfinite\(\).*, then inputs\[keep\] and targets\[keep\]
 # never: leave this batch out
