@@ -7,7 +7,6 @@ JOBS   ?= 2
 
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
-OTHER  := OTHER_TORCH=$(TORCH) VENV=.venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 
 # Each process of pytest-xdist gets a half of the tests, in order, and takes from the other's end: most
 # files import their frameworks, start their ranks and make what their tests share once.
@@ -21,7 +20,7 @@ BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.p
 # Where the environment forbids it, each of the processes that tests start would compile halfstep anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-torch demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
+.PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -49,10 +48,8 @@ quick: check  ## check, then the tests that find most in two minutes
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python3.13]
-	@$(MAKE) --no-print-directory pytest $(OTHER)
-
-setup-torch:
-	@$(MAKE) --no-print-directory setup $(OTHER)
+	@$(MAKE) --no-print-directory pytest OTHER_TORCH=$(TORCH) \
+		VENV=.venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 
 pytest: $(READY)
 	$(PYTEST) -m "not gpu" $(ARGS)
