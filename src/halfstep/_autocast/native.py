@@ -75,7 +75,7 @@ class Products:
     def add(self, kernels: Mapping[str, Kernel], permanent: Set[str]) -> None:
         """Add kernels of halfstep, by overload, and the overloads that have theirs permanently.
 
-        The latter are left alone from now on: counting kernels may be above theirs.
+        The latter are left alone from now on: kernels that report ops may be above theirs.
         """
         with _lock:
             self._permanent |= permanent

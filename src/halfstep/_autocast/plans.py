@@ -11,7 +11,6 @@ from halfstep._autocast import sums
 from halfstep._autocast.casts import carry_out, lower_unlike_pytorch, lower_with_pytorch, pytorchs
 from halfstep._autocast.policy import Policy, fingerprint, meant_by, preset, rules_within
 from halfstep._autocast.rule import LOWER_PRECISIONS, Action, Rule
-from halfstep._autocast.written import split_preset
 from halfstep._pytorch import dispatch
 from halfstep._pytorch.dispatch import Kernel
 
@@ -39,11 +38,6 @@ class PolicyOnDevice:
         self._ruled = meant_by(self.policy.rules)
 
     @cached_property
-    def added(self) -> tuple[Rule, ...]:
-        """The rules that the policy has beyond its preset."""
-        return split_preset(self.policy.rules)[1]
-
-    @cached_property
     def fingerprint(self) -> str:
         """A short text that is equal in every process for the same rules in effect."""
         within = rules_within(self.policy, self.module)
@@ -58,10 +52,8 @@ class PolicyOnDevice:
         return self._rule(op, self.lower_precision())
 
     def ops(self) -> set[str]:
-        """Return the overloads that PyTorch does not run alike, or that an added rule names."""
-        ruled = meant_by(self.added)
-        plans = self._plans()
-        return {op for plan in plans for op in plan if op in ruled or plan[op] not in pytorchs}
+        """Return the overloads that PyTorch does not run alike."""
+        return {op for plan in self._plans() for op in plan if plan[op] not in pytorchs}
 
     def products(self) -> set[str]:
         """Return the other overloads of plans: PyTorch's kernels run them alike, as a rule."""
