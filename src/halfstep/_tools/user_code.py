@@ -25,8 +25,9 @@ from halfstep._pytorch import autograd, modules, storages
 from halfstep._tools.line import Line
 
 _TORCH = f"{Path(torch.__file__).parent}/"
-_SCALER = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in ("_scaler", "_gradients"))
-_OURS = (_TORCH, f"{Path(__file__).parents[1]}/", "<frozen ", "<eval_with_key>")
+OURS = f"{Path(__file__).parents[1]}/"  # how the names of halfstep's files begin
+_SCALER = (f"{OURS}_scaler/", f"{OURS}_gradients/")
+_NOT_USERS = (_TORCH, OURS, "<frozen ", "<eval_with_key>")
 _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
@@ -307,7 +308,7 @@ def is_of_batch(tensor: Tensor) -> bool:
 @functools.cache
 def is_users(file: str) -> bool:
     """Return whether a file belongs to the user's program or to a package that it uses."""
-    if file.startswith(_OURS):
+    if file.startswith(_NOT_USERS):
         return False
     return is_of_package(file) or not file.startswith(_LIBRARY)
 

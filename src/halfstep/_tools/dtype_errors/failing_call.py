@@ -15,7 +15,6 @@ from concurrent.futures import thread as pool
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 from halfstep._tools.user_code import (
     FUNCTIONS,
+    OURS,
     Place,
     is_of_package,
     is_part_of,
@@ -40,7 +40,6 @@ from halfstep._tools.user_code import (
     tree_of,
 )
 
-_OURS = f"{Path(__file__).parents[2]}/"
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.withitem, *_LOOPS)
 CONTEXTS = (torch_autocast, Region, torch.no_grad, torch.enable_grad, nullcontext)
@@ -106,7 +105,7 @@ class Call:
     @property
     def is_between(self) -> bool:
         """Whether it passes a call of the user on: halfstep, PyTorch's dispatcher and modes do."""
-        return self.place.code.co_filename.startswith((_OURS, *dispatch.DISPATCHER_FILES))
+        return self.place.code.co_filename.startswith((OURS, *dispatch.DISPATCHER_FILES))
 
     @property
     def has_no_effects(self) -> bool:

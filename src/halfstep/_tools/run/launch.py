@@ -17,8 +17,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from halfstep._common import machine
-from halfstep._pytorch import listeners
 from halfstep._tools.record.files import RUNS
+from halfstep._tools.user_code import OURS
 from halfstep.errors import RecordError
 
 
@@ -78,9 +78,6 @@ def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
 
 # The script runs in a new module that stays `__main__` until the process exits: code that runs at
 # exit (`atexit`, threads, `__del__`) may pickle its objects.
-
-
-_OURS = f"{Path(listeners.__file__).parents[1]}{os.sep}"
 
 
 class NotRunnable(SystemExit):
@@ -146,7 +143,7 @@ def _within_script(traceback: TracebackType | None) -> TracebackType | None:
         traceback = traceback.tb_next
     codes = [frame.tb_frame.f_code for frame in frames]
     begin = codes.index(execute.__code__) + 1 if execute.__code__ in codes else 0
-    are_ours = [code.co_filename.startswith(_OURS) for code in codes]
+    are_ours = [code.co_filename.startswith(OURS) for code in codes]
     end = max((n for n, is_ours in enumerate(are_ours) if not is_ours), default=-1)
     kept = [frames[n] for n in range(begin, len(frames)) if n > end or not are_ours[n]]
     for frame, following in zip_longest(kept, kept[1:]):

@@ -48,6 +48,7 @@ from halfstep._tools.run.launch import (
 )
 from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
+from halfstep._tools.user_code import OURS
 from halfstep.errors import HalfstepWarning, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
 
@@ -415,7 +416,6 @@ def require_writable(file: Path) -> None:
 
 
 MOST_WARNINGS = 10
-_OURS = f"{Path(__file__).parents[2]}/"
 
 
 @contextmanager
@@ -435,7 +435,7 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
         **kwargs: Any,
     ) -> None:
         frame, _ = outside(sys._getframe(1))
-        if frame is not None and filename.startswith(_OURS):
+        if frame is not None and filename.startswith(OURS):
             filename, lineno = frame.f_code.co_filename, frame.f_lineno
         text = shorten(str(message), 200, placeholder=" ...")
         is_new = text not in seen and len(seen) < MOST_WARNINGS
