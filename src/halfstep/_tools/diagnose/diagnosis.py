@@ -150,6 +150,11 @@ class Cure:
     remarks: tuple[str, ...] = ()
     changed: tuple[Finite, ...] = ()
 
+    @property
+    def has_small_steps(self) -> bool:
+        """Whether the steps of the trial were no optimizer's, and too small to make a loss rise."""
+        return "small" in self.trial
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -394,7 +399,7 @@ def _course(cure: Cure) -> str:
         return f": the loss stays at {first}"
     if fall(cure.losses) > 0:
         return f": the loss falls from {first} to {last}"
-    return "" if "small" in cure.trial else f": the loss rises from {first} to {last}"
+    return "" if cure.has_small_steps else f": the loss rises from {first} to {last}"
 
 
 MOST_OF_AN_ERROR = 160

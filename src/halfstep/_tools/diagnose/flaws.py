@@ -34,13 +34,12 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
         return Flaw.NOT_FINITE
     first, last = cure.changed or (0.0, 0.0)
     losses = cure.losses or (0.0, 0.0)
-    is_small = "small" in cure.trial
-    is_rising = fall(losses) < 0 and not is_small
+    is_rising = fall(losses) < 0 and not cure.has_small_steps
     is_standing = stands(losses) and losses[0] != 0
     is_far = abs(losses[-1]) > FAR**2 * max(abs(losses[0]), 1.0)
     is_usual = not cure.losses or usual.is_like(losses[0])
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_most = last > MOST and last > NEARLY * first and not is_falling
-    if is_most or is_far or (is_standing and is_small) or (is_rising and first):
+    if is_most or is_far or (is_standing and cure.has_small_steps) or (is_rising and first):
         return Flaw.NO_CURE
     return Flaw.DOUBT if is_standing or is_rising or last or not is_usual else Flaw.NONE
