@@ -60,7 +60,9 @@ def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_messages_name_files_and_sections_that_exist() -> None:
-    for file in [each for each in (ROOT / "src").rglob("*") if each.suffix in (".py", ".toml")]:
+    for file in [
+        each for each in (ROOT / "src").rglob("*") if each.suffix in (".py", ".toml", ".policy")
+    ]:
         for path, section in re.findall(r"\b(docs/\w+\.\w+)(?:#([\w-]+))?", file.read_text()):
             heads = re.findall(r"^#+ (.+)", (ROOT / path).read_text(), re.M)
             slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}

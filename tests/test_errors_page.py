@@ -142,7 +142,7 @@ def texts() -> str:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = [text_of(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
-    return "\n".join(texts + [path.read_text() for path in folder.rglob("*.toml")])
+    return "\n".join(texts + [path.read_text() for path in folder.rglob("*.policy")])
 
 
 @pytest.mark.parametrize("title", OURS)

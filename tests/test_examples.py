@@ -405,7 +405,7 @@ def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
 
 
 def test_tune_finds_the_two_modules_and_then_it_learns(tmp_path: Path) -> None:
-    script, policy = FOLDER / "tune" / "signals.py", tmp_path / "policy.toml"
+    script, policy = FOLDER / "tune" / "signals.py", tmp_path / "my.policy"
     told = printed_by(script, "--tune", policy, cwd=tmp_path)
     train = [script, "--policy", policy, "--steps", 120]
     trained = printed_by(*train, cwd=tmp_path, warnings="error")

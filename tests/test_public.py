@@ -93,7 +93,7 @@ def test_an_argument_of_a_wrong_type_is_an_error_of_ours(name: str) -> None:
         (lambda: GradScaler(module=torch.ones(1)), "torch.nn.Module that is trained, got Tensor"),
         (lambda: Policy("standard"), "write Policy.parse('standard')"),
         (lambda: Policy.parse(None), "got None (NoneType); pass a text"),
-        (lambda: Policy.load(3), "Policy.load(): got 3 (int); pass the path of a TOML file"),
+        (lambda: Policy.load(3), "Policy.load(): got 3 (int); pass the path of a file"),
         (lambda: Policy([]).save(None), "Policy.save(): got None (NoneType); pass the path"),
         (lambda: halfstep.preset(["fp32"]), "preset(): got ['fp32'] (list); pass a name"),
         (lambda: halfstep.preset("fp32") | 3, "made of Rule values, got 3 (int)"),

@@ -8,8 +8,8 @@ Rules to remember:
 - Modules, and ops in modules, can be kept in float32: give what is fragile a module of its own.
 - The policy that comes of it is a file: `autocast(..., policy=Policy.load(file), module=model)`.
 
-Run: python examples/tune/signals.py --tune policy.toml
-Then: python examples/tune/signals.py --policy policy.toml
+Run: python examples/tune/signals.py --tune my.policy
+Then: python examples/tune/signals.py --policy my.policy
 """
 
 import argparse

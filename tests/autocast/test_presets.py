@@ -30,7 +30,7 @@ def test_every_op_that_pytorch_casts_has_a_rule(name: str) -> None:
         if any(preset(name).rule(op, device, dtype) is None for dtype in DTYPES)
     }
     assert not missing, (
-        f"PyTorch {torch.__version__} casts ops that src/halfstep/_autocast/presets/{name}.toml "
+        f"PyTorch {torch.__version__} casts ops that src/halfstep/_autocast/presets/{name}.policy "
         "does not know. Add each to the ops of the action that ATen/autocast_mode.h gives it, and "
         "to tests/autocast/versions.py the version that it came with:\n"
         + "\n".join(f'    "{op}",  # {device}' for op, device in missing.items())
@@ -52,7 +52,7 @@ def test_torch_cuda_is_the_cuda_list_on_every_device() -> None:
 
 
 def test_standard_does_what_pytorch_does_on_cuda() -> None:
-    """Except where standard.toml says otherwise.
+    """Except where standard.policy says otherwise.
 
     bfloat16 has room for the gradient of BCE; some matrix norms refuse an input in lower precision;
     what adds many terms promotes, and adds in float32; an outer product is no contraction;

@@ -264,8 +264,8 @@ def test_a_trace_names_the_rule() -> None:
 def test_it_is_read_and_written(tmp_path) -> None:  # type: ignore[no-untyped-def]
     made = Policy.parse("standard; linear@lm_head:fp32-out; mm,addmm[cuda,bf16]:fp32-out")
     assert Policy.parse(str(made)) == made
-    made.save(tmp_path / "mine.toml")
-    assert Policy.load(tmp_path / "mine.toml") == made
+    made.save(tmp_path / "mine.policy")
+    assert Policy.load(tmp_path / "mine.policy") == made
     assert made.action("mm.default", "cuda", BF16) == "fp32-out"
     title = "@lm_head:fp32-out, factors cast to the lower precision, results in float32"
     assert title in made.by_action()

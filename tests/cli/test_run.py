@@ -92,7 +92,7 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
     ("arguments", "message"),
     [
         (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
-        (["--policy", "no-such.toml", "train.py"], "no-such.toml: No such file"),
+        (["--policy", "no-such.policy", "train.py"], "no-such.policy: No such file"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
         (["--guard", "1.0", "a.py"], "; if it is the value of --guard: --guard=1.0"),
         (["--amp", "fp16", "--guard", "train.py"], "leave --guard and --masters out, or use --amp"),
@@ -127,7 +127,7 @@ def test_a_value_of_masters_and_guard_comes_after_an_equals_sign(words, masters,
 
 
 def test_a_policy_may_be_in_a_file(tmp_path):
-    (tmp_path / "my.toml").write_text('preset = "fp32"\n')
+    (tmp_path / "my.policy").write_text("fp32\n")
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nwith torch.autocast('cpu'):\n"
@@ -136,7 +136,7 @@ def test_a_policy_may_be_in_a_file(tmp_path):
         " 'torch.distributed.fsdp'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "halfstep", "run", "--policy", "my.toml", "-o", "out", script],
+        [sys.executable, "-m", "halfstep", "run", "--policy", "my.policy", "-o", "out", script],
         capture_output=True,
         text=True,
     )

@@ -260,8 +260,8 @@ def test_the_table_and_the_file(found, tmp_path: Path) -> None:
     assert tuned.table().splitlines() == [head, *lines]
     assert re.split("  +", head) == ["kept in fp32", "class", "in fp16", "error without", "with"]
     assert lines[0].split()[:5] == ["1.inner", "Overflows", "overflow,", "100", "%"]
-    tuned.policy.save(tmp_path / "policy.toml")
-    assert Policy.load(tmp_path / "policy.toml") == tuned.policy
+    tuned.policy.save(tmp_path / "my.policy")
+    assert Policy.load(tmp_path / "my.policy") == tuned.policy
     assert repr(tuned) == f"<Tuned fp16, 3 modules in fp32, {tuned.policy}>"
 
 

@@ -84,9 +84,9 @@ class Policy:
         """Return the policy for a text such as ``"standard; softmax:lower"``.
 
         The text is a preset, then rules, of which later ones win:
-        ``op,op@module[conditions]:action``. The optional conditions are a device type, ``fp16`` or
-        ``bf16``, and ``train`` or ``eval``. The module, a glob, is optional; with it, so are the
-        ops. docs/policies.md has the grammar.
+        ``op,op@module[conditions]:action``. The optional conditions are device types, and ``fp16``
+        or ``bf16``. The module, a glob, is optional; with it, so are the ops. docs/policies.md has
+        the grammar.
 
         Raises:
             ValueError: The text is invalid. The message names the wrong part and the nearest valid
@@ -102,33 +102,29 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """Read a TOML file.
+        """Read a file of the text that :meth:`parse` takes: lines end parts, ``#`` begins comments.
 
         Raises:
             OSError: The file cannot be read.
             TypeError: The path is not one.
-            ValueError: The file is invalid. The message names the line, the value and the valid
-                ones.
+            ValueError: The file is no text, or an invalid one.
         """
         file = _file("load", path)
         try:
-            text = file.read_text(encoding="utf-8")
+            return _parsed(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a text file: {error}") from error
-        name, rules = written.parse_toml(text, str(path))
-        try:
-            return (preset(name) if name else Policy(())) | _checked(rules)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write a TOML file that :meth:`load` reads.
+        """Write a file that :meth:`load` reads.
 
         Raises:
             OSError: The file cannot be written.
             TypeError: The path is not one.
         """
-        _file("save", path).write_text(written.to_toml(self.rules), encoding="utf-8")
+        _file("save", path).write_text(written.to_text(self.rules, "\n") + "\n", encoding="utf-8")
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
         """Return a policy with more rules: one, several, or their text (``"softmax:fp32"``)."""
@@ -292,15 +288,13 @@ def _preset(name: str) -> Policy:
 
 @cache  # called each time autocast(policy="...") is entered
 def _parsed(text: str) -> Policy:
-    if ":" in text.partition(";")[0]:  # a rule, which is an error; so may be its op
-        check(written.parse_rules(text))
     name, rules = written.parse(text)
     return preset(name) | _checked(rules)
 
 
 def _file(method: str, path: object) -> Path:
     if not isinstance(path, str | Path):
-        raise TypeError(f"Policy.{method}(): got {shown(path)}; pass the path of a TOML file")
+        raise TypeError(f"Policy.{method}(): got {shown(path)}; pass the path of a file")
     return Path(path)
 
 

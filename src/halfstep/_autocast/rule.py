@@ -20,11 +20,11 @@ HALVES = (torch.float16, torch.bfloat16)
 LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
 DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-LONG_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS}
 _SHORT = {dtype: name for name, dtype in DTYPE_NAMES.items()}
 
 _AS_ACTIONS = {
-    "half": torch.float16, "float": torch.float32, **LONG_DTYPE_NAMES, **DTYPE_NAMES,
+    "half": torch.float16, "float": torch.float32, **DTYPE_NAMES,
+    **{str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS},
 }  # fmt: skip
 """Names of dtypes that are taken for actions."""
 

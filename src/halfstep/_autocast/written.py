@@ -1,24 +1,14 @@
-"""Text and TOML forms of policies, and the presets, which are TOML files.
+"""The text form of policies, and the presets, which are files of it.
 
-The text form is ``standard; linear,matmul:fp32; softmax[cuda,fp16]:lower``: a preset, then rules,
-of which later ones win; parts end with ``;``. A rule is
+It is ``standard; linear,matmul:fp32; softmax[cuda,fp16]:lower``: a preset, then rules, of which
+later ones win; parts end with ``;`` or a line, unless that ends with a comma, and a comment begins
+with ``#``. A rule is
 
     op , op ... @ module [ condition , ... ] : action
 
 The module, a glob over names, is optional; without ops the rule is for the module as a whole. The
-brackets are optional and contain a device type, and ``fp16`` or ``bf16``.
+brackets are optional and contain device types, and ``fp16`` or ``bf16``.
 The action ``refuse`` is followed by its message in double quotes, as in JSON.
-
-A file expresses the same in tables:
-
-    preset = "standard"
-
-    [[rules]]
-    ops = ["linear", "matmul"]
-    action = "fp32"
-    device = "cuda"      # or a list of them
-    dtype = "float16"
-    module = "blocks.*"  # without ops: the module as a whole
 
 docs/policies.md says what each preset is for.
 """
@@ -27,24 +17,16 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from itertools import groupby
+from itertools import groupby, product
 from operator import attrgetter
-from typing import Any, NamedTuple
 
 import torch
 
-from halfstep._autocast.rule import (
-    ACTIONS,
-    DTYPE_NAMES,
-    LONG_DTYPE_NAMES,
-    Rule,
-    unknown_action,
-)
+from halfstep._autocast.rule import ACTIONS, DTYPE_NAMES, Rule, unknown_action
 from halfstep._common.text import did_you_mean, suggestion
 from halfstep._pytorch import amp, dispatch
 
@@ -78,9 +60,9 @@ def rules_of(preset: str) -> tuple[Rule, ...]:
 
 
 def _read(preset: str) -> list[Rule]:
-    file = resources.files("halfstep._autocast") / "presets" / f"{preset}.toml"
-    base, rules = parse_toml(file.read_text(encoding="utf-8"), preset)
-    return [*(rules_of(base) if base else ()), *rules]
+    file = resources.files("halfstep._autocast") / "presets" / f"{preset}.policy"
+    base, rules = parse(file.read_text(encoding="utf-8"))
+    return [*rules_of(base), *rules]
 
 
 @cache
@@ -110,7 +92,9 @@ def _runs(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
 
 # --- text -----------------------------------------------------------------------------------------
 
-_PART = re.compile(r'(?:[^;"]|"(?:[^"\\]|\\.)*")+')
+_PART = re.compile(r'(?:[^;\n"]|"(?:[^"\\]|\\.)*")+')
+# A comment, and the end of a line after a comma; what is in double quotes stays.
+_IGNORED = re.compile(r'("(?:[^"\\]|\\.)*")|(,)(?:\s|#.*)+|#.*')
 _RULE = re.compile(
     r"""(?P<ops>[^\[\]"@]*?) \s* (?:@(?P<module>[^\[\]":\s]+))? \s*
     (?:\[(?P<limits>[^\]]*)\])? \s* (?<!:):(?!:) \s*
@@ -127,10 +111,11 @@ def parse(text: str) -> tuple[str, list[Rule]]:
     """
     preset, *parts = _parts(text) or [""]
     if preset not in PRESETS:
-        near = suggestion([f"standard; {text}"]) if ":" in preset else did_you_mean(preset, PRESETS)
+        near = did_you_mean(preset, PRESETS)
+        if ":" in preset:
+            near = suggestion([f"standard; {preset}"])
         raise ValueError(
-            f"policy {text!r}: it must start with a preset ({', '.join(PRESETS)}); got "
-            f"{preset!r}{near}"
+            f"a policy must start with a preset ({', '.join(PRESETS)}); got {preset!r}{near}"
         )
     return preset, [rule for part in parts for rule in _rules(part)]
 
@@ -158,18 +143,18 @@ def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
     return groups
 
 
-def to_text(rules: tuple[Rule, ...]) -> str:
+def to_text(rules: tuple[Rule, ...], separator: str = "; ") -> str:
     """Return the text from which :func:`parse` gets these rules."""
     preset, rest = split_preset(rules)
     runs = (",".join(rule.op for rule in run) + run[0].limits_and_action for run in _runs(rest))
-    return "; ".join([preset, *runs])
+    return separator.join([preset, *runs])
 
 
 def _parts(text: str) -> list[str]:
-    parts: list[str] = _PART.findall(text)
-    if len("".join(parts)) + text.count(";") < len(text) + sum(p.count(";") for p in parts):
+    text = _IGNORED.sub(r"\1\2", text)
+    if '"' in _PART.sub("", text):
         raise ValueError(f"policy {text!r}: a double quote is not closed")
-    return [stripped for part in parts if (stripped := part.strip())]
+    return [part for each in _PART.findall(text) if (part := each.strip())]
 
 
 def _rules(part: str) -> Iterator[Rule]:
@@ -182,8 +167,8 @@ def _rules(part: str) -> Iterator[Rule]:
     action, limits = found["action"], (found["limits"] or "").split(",")
     if action not in ACTIONS:
         raise ValueError(f"policy rule {part!r}: {unknown_action(action)}")
-    device, dtype = _limits(part, [limit.strip() for limit in limits if limit.strip()])
-    for op in found["ops"].split(","):
+    devices, dtype = _limits(part, [limit.strip() for limit in limits if limit.strip()])
+    for device, op in product(devices, found["ops"].split(",")):
         try:
             message = json.loads(found["message"], strict=False) if found["message"] else ""
             yield Rule(op.strip(), action, device, dtype, message, found["module"])
@@ -191,111 +176,21 @@ def _rules(part: str) -> Iterator[Rule]:
             raise ValueError(f"policy rule {part!r}: {error}") from error
 
 
-def _limits(part: str, limits: Iterable[str]) -> tuple[str | None, torch.dtype | None]:
-    device: str | None = None
+def _limits(part: str, limits: Iterable[str]) -> tuple[list[str | None], torch.dtype | None]:
+    devices: list[str | None] = []
     dtype: torch.dtype | None = None
-    devices = amp.autocast_devices()
+    known = amp.autocast_devices()
     for limit in limits:
         if limit in DTYPE_NAMES and dtype is None:
             dtype = DTYPE_NAMES[limit]
-        elif limit in devices and device is None:
-            device = limit
+        elif limit in known:
+            devices.append(limit)
         else:
-            near = did_you_mean(limit, (*devices, *DTYPE_NAMES))
+            near = did_you_mean(limit, (*known, *DTYPE_NAMES))
             if limit in ("train", "eval"):
                 near = ": for training and for evaluation, enter contexts with a policy each"
             raise ValueError(
                 f"policy rule {part!r}: {limit!r} in the brackets{near}; "
-                "there may be one device type, and one of fp16 and bf16"
+                "there may be device types, and one of fp16 and bf16"
             )
-    return device, dtype
-
-
-# --- TOML -----------------------------------------------------------------------------------------
-
-_KEYS = ("ops", "action", "device", "dtype", "message", "module")
-
-
-def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
-    """Return the preset that a file (``source``) names, ``""`` for none, and its own rules.
-
-    Raises:
-        ValueError: The message names the line, the value and the valid choices.
-    """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{source}: {error}") from error
-    lines = text.splitlines()
-    place = _Position(lines, source, 0)
-    for key in table.keys() - {"preset", "rules"}:
-        raise place.error(key, f"unknown key {key!r}{did_you_mean(key, ('preset', 'rules'))}")
-    tables = table.get("rules", [])
-    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
-        raise place.error("rules", "rules are tables, each under a line [[rules]]")
-    heads = (n for n, line in enumerate(lines) if line.strip().startswith("[["))
-    rules: list[Rule] = []
-    for each in tables:
-        rules += _rules_of_table(each, _Position(lines, source, next(heads, 0)))
-    return table.get("preset", ""), rules
-
-
-def to_toml(rules: tuple[Rule, ...]) -> str:
-    """Return the TOML from which :func:`parse_toml` gets these rules."""
-    preset, rest = split_preset(rules)
-    tables = [f'preset = "{preset}"\n']
-    for run in _runs(rest):
-        rule, ops = run[0], ", ".join(_quoted(rule.op) for rule in run)
-        fields = {
-            "action": rule.action,
-            "device": rule.device,
-            "dtype": str(rule.dtype or "").removeprefix("torch."),
-            "message": rule.message,
-            "module": rule.module,
-        }
-        lines = ["[[rules]]"] if rule.is_for_whole_module else ["[[rules]]", f"ops = [{ops}]"]
-        lines += [f"{key} = {_quoted(value)}" for key, value in fields.items() if value]
-        tables.append("\n".join(lines) + "\n")
-    return "\n".join(tables)
-
-
-def _quoted(text: str) -> str:
-    # JSON strings are TOML strings, except for surrogate pairs and DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-class _Position(NamedTuple):
-    """A position in a file: the line ``first`` or below, since tomllib does not report lines."""
-
-    lines: list[str]
-    source: str
-    first: int
-
-    def error(self, seen: object, message: str) -> ValueError:
-        """Return an error with the line of a value."""
-        found = (n for n in range(self.first, len(self.lines)) if str(seen) in self.lines[n])
-        return ValueError(f"{self.source}, line {next(found, self.first) + 1}: {message}")
-
-
-def _rules_of_table(table: Mapping[str, Any], place: _Position) -> Iterator[Rule]:
-    for key in table.keys() - set(_KEYS):
-        raise place.error(key, f"unknown key {key!r}{did_you_mean(key, _KEYS)}")
-    module, devices = table.get("module"), table.get("device")
-    ops = table.get("ops", [""] if module else None)
-    if not isinstance(ops, list) or not ops:
-        raise place.error("ops", 'a table of rules needs ops = ["softmax", ...], or a module')
-    action = table.get("action")
-    if action not in ACTIONS:
-        raise place.error(action, unknown_action(action))
-    name = table.get("dtype")
-    if name not in (None, *LONG_DTYPE_NAMES):
-        near, choice = did_you_mean(str(name), LONG_DTYPE_NAMES), ", ".join(LONG_DTYPE_NAMES)
-        raise place.error(name, f"dtype is {name!r}{near}; it is one of {choice}")
-    dtype = LONG_DTYPE_NAMES.get(name or "")
-    message = str(table.get("message", "")).strip()
-    for device in devices if isinstance(devices, list) else [devices]:
-        for op in ops:
-            try:
-                yield Rule(op, action, device, dtype, message, module)
-            except ValueError as error:
-                raise place.error(op or module, str(error)) from error
+    return devices or [None], dtype

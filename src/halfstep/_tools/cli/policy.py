@@ -20,14 +20,14 @@ DESCRIPTION = (
     "its line."
 )
 EPILOG = """\
-POLICY is a TOML file, a preset (standard, torch, torch-cuda, bf16-lean, fp32),
+POLICY is a file, a preset (standard, torch, torch-cuda, bf16-lean, fp32),
 or the text of a policy, which is a preset and rules:
 "standard; softmax[bf16]:lower".
 
 examples:
   halfstep policy show standard               the rules of the default
   halfstep policy show standard --op exp      the rule that decides for exp
-  halfstep policy show my.toml --op exp --module head
+  halfstep policy show my.policy --op exp --module head
                                               the same in one module
 
 More: docs/policies.md.
@@ -77,10 +77,10 @@ def read_policy(text: str) -> Policy:
 
     path = Path(text)
     try:
-        if path.suffix == ".toml" or path.is_file():
+        if path.suffix == ".policy" or path.is_file():
             return Policy.load(path)
         return Policy.parse(text)
     except OSError as error:
-        raise CommandError(f"{text}: {reason(error, path, '.toml')}") from error
+        raise CommandError(f"{text}: {reason(error, path, '.policy')}") from error
     except ValueError as error:
         raise CommandError(str(error)) from error

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="POLICY",
-        help="which op runs in which dtype: a TOML file, a preset, or the text of a policy "
+        help="which op runs in which dtype: a file, a preset, or the text of a policy "
         "(default: torch, which is PyTorch's own; with --amp: standard)",
     )
     parser.add_argument(
