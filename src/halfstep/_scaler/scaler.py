@@ -6,7 +6,6 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from operator import attrgetter
@@ -383,34 +382,6 @@ class GradScaler(TorchAttributes):
         for plan in self._engine.journal.plans.values():
             plan.key = None
 
-    @keep_out_of_graphs
-    def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
-        """Call ``scheduler.step()`` if the last step of its optimizer was taken.
-
-        PyTorch's warning about the order of calls, which a skipped first step would trigger, is
-        suppressed. To advance at skipped steps too, call ``scheduler.step()``.
-
-        Args:
-            scheduler: A learning rate scheduler of PyTorch, or an object with ``step`` and
-                ``optimizer``.
-            *args: Arguments of its ``step``, such as the metric of ``ReduceLROnPlateau``.
-
-        Returns:
-            Whether the scheduler was stepped.
-
-        Raises:
-            CallOrderError: ``step`` has not been called for its optimizer.
-
-        Sync: one with an optimizer that handles the scale itself.
-        """
-        if not hasattr(scheduler, "optimizer"):
-            raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
-        # A disabled scaler takes every step.
-        if self._is_enabled and self._engine.journal.of(scheduler.optimizer).skipped:
-            return False
-        _step_quietly(scheduler, *args)
-        return True
-
     # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
@@ -579,13 +550,3 @@ AS_MADE = {
 _NONE: frozenset[str] = frozenset()
 _hooks_of = attrgetter(*AS_MADE)
 _AS_MADE = tuple(AS_MADE.values())
-
-
-def _step_quietly(scheduler: Any, *args: Any) -> None:
-    """Call ``scheduler.step(*args)`` without PyTorch's warning about the order of calls."""
-    with warnings.catch_warnings():
-        # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step for a
-        # forgotten call.
-        for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
-            warnings.filterwarnings("ignore", message, UserWarning)
-        scheduler.step(*args)
