@@ -31,6 +31,7 @@ from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def guard(
@@ -38,7 +39,7 @@ def guard(
     max_norm: float | None = None,
     on_skips: OnSkips = "warn",
     module: torch.nn.Module | None = None,
-    process_group: ProcessGroup | Literal["local"] | None = None,
+    process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
 ) -> Guard:
     """Skip the steps of an optimizer whose gradients are inf or NaN, without scaling a loss.
 
@@ -104,7 +105,7 @@ class GuardScaler(GradScaler):
         self,
         on_skips: OnSkips,
         module: torch.nn.Module | None,
-        process_group: ProcessGroup | Literal["local"] | None,
+        process_group: ProcessGroup | DeviceMesh | Literal["local"] | None,
     ) -> None:
         super().__init__(
             init_scale=1.0,
@@ -247,20 +248,16 @@ class Guard:
             args, kwargs = with_closure(_closure_of(optimizer, loss), args, kwargs)
         scaler = self._scaler
         params = parameters(optimizer)
-        with_gradient = (param for param in params if param.grad is not None)
-        some = first = next(with_gradient, None)
-        if first is not None and _has_no_values(first):
-            first = next((p for p in with_gradient if not _has_no_values(p)), None)
+        trained = [param for param in params if param.grad is not None]
+        with_values = (param for param in trained if not (param.is_meta or is_fake(param)))
+        first = next(with_values, None)
         self._call = args, kwargs
         try:
-            if first is not None:
-                if not scaler._engine.loss_scale.is_created:
-                    scaler._engine.create_scale(first.device)
-            elif (
-                some is not None
-                or not scaler._engine.ranks_of("step", optimizer, params).is_together
-            ):
-                return optimizer.step()
+            if first is None:
+                if trained or not scaler._engine.ranks_of("step", optimizer, params).is_together:
+                    return optimizer.step()
+            elif not scaler._engine.loss_scale.is_created:
+                scaler._engine.create_scale(first.device)
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:
             scaler._engine.end_iteration()  # the next step has its own gradients
@@ -269,11 +266,6 @@ class Guard:
             self._call = None
         scaler.update()
         return loss if result is None else result
-
-
-def _has_no_values(param: torch.Tensor) -> bool:
-    """Return whether a tensor has no data, as when only shapes or memory are computed."""
-    return param.is_meta or is_fake(param)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:

@@ -77,10 +77,9 @@ class GradScaler(TorchAttributes):
         module: The trained module: it names the parameters, and a skipped step restores its
             buffers; see :meth:`watch`.
         process_group: The ranks that step together and agree on inf and NaN, norms and the scale;
-            ``"local"`` for this rank alone. By default it is inferred from the parameters: DTensors
-            are spread over the ranks of their mesh, and DistributedDataParallel makes gradients
-            equal. A copy of the scaler does not keep it.
-        device_mesh: The same ranks, as a mesh.
+            a group, a device mesh, or ``"local"`` for this rank alone. By default it is inferred
+            from the parameters: DTensors are spread over the ranks of their mesh, and
+            DistributedDataParallel makes gradients equal. A copy of the scaler does not keep it.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -117,8 +116,7 @@ class GradScaler(TorchAttributes):
         max_consecutive_skips: int = 20,
         on_skips: OnSkips = "warn",
         module: torch.nn.Module | None = None,
-        process_group: ProcessGroup | Literal["local"] | None = None,
-        device_mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
     ) -> None:
         self._is_enabled = bool(enabled)
         if not enabled:
@@ -127,7 +125,7 @@ class GradScaler(TorchAttributes):
         numbers = growth_factor, backoff_factor, growth_interval
         schedule = schedule_of(schedule, numbers)
         first = ScaleState.first(init_scale, schedule, min_scale, max_scale)
-        self._engine = Engine(first, Ranks(process_group, device_mesh), self)
+        self._engine = Engine(first, Ranks(process_group), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
             self.watch(module)
