@@ -381,7 +381,7 @@ def test_what_cannot_be_known_is_an_error_with_its_cure(pool: Pool) -> None:
         assert "6 of its 6 parameters are neither DTensors nor in a Distr" in found["plain"][1]
         assert "1 of its 6 parameters" in found["left out"][1]
         assert "has only some of the ranks" in found["part"][1]
-        assert "spread over the ranks" in found["mesh"][1]
+        assert "spread over rank" in found["mesh"][1]
 
 
 def unknown_groups(rank: int) -> Any:

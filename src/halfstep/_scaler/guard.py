@@ -133,13 +133,6 @@ class _Alarm(Alarm):
         super().speak(replace(report, scale=None), is_proven=True)
 
 
-class _Inner:
-    """The ``step`` that a guard calls, and the one in the optimizer's ``__dict__``, if any."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step, self.own = optimizer.step, vars(optimizer).get("step")
-
-
 _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -164,23 +157,23 @@ class Guard:
         self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
     ) -> None:
         self._optimizer, self._scaler, self._max_norm = weakref.ref(optimizer), scaler, max_norm
-        inner = _Inner(optimizer)
-        self._inner = weakref.ref(inner)  # weak, because the step of an optimizer refers to it
+        inner, before = optimizer.step, {k: v for k, v in vars(optimizer).items() if k == "step"}
         _GUARDED.add(optimizer)
         self._call: tuple[Any, ...] | None = None
         self._is_removed = False
 
         def guarded(optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed:  # a later replacement of `step` still calls this one
-                return inner.step(*args, **kwargs)
+                return inner(*args, **kwargs)
             if self._call is not None:  # called by the scaler
                 args, kwargs = self._call
-                return inner.step(*args, **kwargs)
+                return inner(*args, **kwargs)
             return self._step(optimizer, args, kwargs)
 
         self._replaced = Replacements(optimizer, "guard", "would step with inf and NaN")
         put = self._replaced.put(optimizer, "step", guarded)
-        self._guarded = weakref.ref(put)  # weak, because it references the optimizer
+        vars(put)["before"] = before  # there, because it references the optimizer, as `put` does
+        self._guarded = weakref.ref(put)
 
     def __repr__(self) -> str:
         return f"Guard({type(self._optimizer()).__name__}, max_norm={self._max_norm})"
@@ -219,11 +212,10 @@ class Guard:
         self._replaced.allow_original()
         self._scaler._engine.buffers.unwatch()
         _GUARDED.discard(optimizer)
-        inner = self._inner()
-        is_on_top = getattr(vars(optimizer).get("step"), "__func__", None) is self._guarded()
-        if is_on_top and inner is not None:
+        on_top = getattr(vars(optimizer).get("step"), "__func__", None)
+        if on_top is not None and on_top is self._guarded():
             del vars(optimizer)["step"]
-            vars(optimizer).update({} if inner.own is None else {"step": inner.own})
+            vars(optimizer).update(vars(on_top)["before"])
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

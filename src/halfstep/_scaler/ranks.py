@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep._common.numbers import at_steps, step_list
 from halfstep._pytorch.distributed import (
     has_comm_hook,
     has_ranks,
@@ -18,7 +19,7 @@ from halfstep._pytorch.distributed import (
     key_of,
     reduced_by,
 )
-from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, listed, ranks_of
+from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, ranks_of
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ class Ranks:
         concerned = set().union(() if sharing is None else sharing.ranks, *members.values())
         if not concerned <= set(group.ranks):
             raise RanksError(
-                f"{call}: its parameters are spread over the ranks {listed(sorted(concerned))}, "
-                f"and the GradScaler was created for only {listed(group.ranks)}.\n{CURE}"
+                f"{call}: its parameters are spread over {at_steps(sorted(concerned), 'rank')}, "
+                f"and the GradScaler was created for only {step_list(group.ranks)}.\n{CURE}"
             )
         if len(group.ranks) == 1:
             return ALONE
@@ -121,7 +122,7 @@ class Ranks:
             if len(sharing.ranks) == num_ranks:
                 return Group.world()
             raise RanksError(
-                f"{call}: its DTensors are spread over the ranks {listed(sharing.ranks)} of "
+                f"{call}: its DTensors are spread over {at_steps(sharing.ranks, 'rank')} of "
                 f"{num_ranks}. Whether the others train the same model (stages of a pipeline) or "
                 f"another one cannot be seen.\n{CURE}"
             )
