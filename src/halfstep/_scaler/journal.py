@@ -173,7 +173,7 @@ class DueSchedules:
         """
         before, steps = self._moved.get(scheduler, 0), self._steps.get(scheduler.optimizer, ())
         since = [*takewhile(lambda step: step[0] > before, reversed(steps))]
-        if since and not any(step if isinstance(step, bool) else step.taken for _, step in since):
+        if since and not any(each if isinstance(each, bool) else each.taken for _, each in since):
             return False
         self.note_move(scheduler)
         return True
