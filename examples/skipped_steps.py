@@ -7,7 +7,7 @@ Rules to remember:
 - `scaler.outcome(optimizer)` after each step: taken or skipped, the reason, the norm, the culprits.
 - `scaler.retry(optimizer)` around the iteration runs a batch that overflowed again at the smaller
   scale, with the same random numbers. A batch with NaN is given up after these times.
-- What follows a step waits for one that was taken: `step_scheduler`, `outcome(optimizer).taken`.
+- What follows a step waits for one that was taken: `if scaler.outcome(optimizer).taken:`.
 
 Run: python examples/skipped_steps.py
 """
@@ -59,10 +59,10 @@ def main() -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
-        scaler.step_scheduler(scheduler)
 
         outcome = scaler.outcome(optimizer)
         if outcome.taken:
+            scheduler.step()
             average.update_parameters(model)
         if outcome.skipped:
             culprits = ", ".join(outcome.culprits[:2])

@@ -61,7 +61,7 @@ CALLS = {
     "custom_fwd.device_type": lambda each: halfstep.custom_fwd(device_type=each),
     **{
         name: lambda each, name=name: getattr(GradScaler("cpu"), name)(each)
-        for name in ("scale", "unscale_", "step", "step_scheduler", "load_state_dict", "retry")
+        for name in ("scale", "unscale_", "step", "load_state_dict", "retry")
     },
 }
 

@@ -5,7 +5,8 @@ Task: classify scikit-learn's handwritten digits. One batch is corrupt: one pixe
 Rules to remember:
 - `create_supervised_trainer(amp_mode="amp", scaler=GradScaler())` works too, on CUDA, in float16
   and without clipping: that is written into it. All else is an update function of one's own.
-- What comes after a step is a handler of `ITERATION_COMPLETED`: `scaler.step_scheduler(schedule)`.
+- What comes after a step is a handler of `ITERATION_COMPLETED`; `scaler.outcome(optimizer).taken`
+  says whether there was one.
 - `Checkpoint` saves a scaler as it saves a model: `{"model": model, "scaler": scaler}`.
 - `TerminateOnNan` would end the training at a batch that the scaler skips: leave it out.
 
@@ -69,8 +70,9 @@ def main() -> None:
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def after_step() -> None:
-        scaler.step_scheduler(schedule)
         outcome, step = scaler.outcome(optimizer), trainer.state.iteration
+        if outcome.taken:
+            schedule.step()
         if outcome.skipped:
             print(f"step {step:4}  skipped, {outcome.reason}")
         elif step % max(1, steps // 10) == 1:

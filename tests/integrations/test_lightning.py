@@ -125,7 +125,8 @@ def by_hand(
             loss_of(x)
             scaler.step(optimizer, max_norm=max_norm)
         scaler.update()
-        scaler.step_scheduler(scheduler)
+        if scaler.outcome(optimizer).taken:
+            scheduler.step()
     return model, scaler.counts().skipped
 
 

@@ -91,7 +91,7 @@ def no_group(rank: int) -> Tried:
         works(scaler(cases.world()), cases.model(rank)),
         works(scaler("local"), module),
         works(copied, module),
-        works(halfstep.GradScaler(device_mesh=mesh), cases.model(rank)),
+        works(scaler(mesh), cases.model(rank)),
     ]
 
 
@@ -103,7 +103,7 @@ def a_mesh_of_some_ranks(rank: int) -> Tried:
     fully_shard(module, mesh=meshes[rank])
     message = told(scaler(), module)
     return message, [
-        works(halfstep.GradScaler(device_mesh=meshes[rank]), module),
+        works(scaler(meshes[rank]), module),
         works(scaler(meshes[rank].get_group()), module),
         works(scaler(cases.world()), module),
         works(scaler("local"), module),
@@ -167,10 +167,10 @@ ADVICE = {
         "process_group=torch.distributed.group.WORLD",
         "process_group='local'",
         "scaler.replicated(model.parameters(), process_group)",
-        "device_mesh=...",
+        "or a DeviceMesh",
     ],
     a_mesh_of_some_ranks: [
-        "device_mesh=...",
+        "or a DeviceMesh",
         "another process group",
         "process_group=torch.distributed.group.WORLD",
         "process_group='local'",

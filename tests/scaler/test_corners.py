@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import closure_of, take_step
+from tests.training import closure_of
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
@@ -48,18 +48,6 @@ def test_something_else_than_an_optimizer(call: Any) -> None:
 def test_a_schedule_is_no_name() -> None:
     with pytest.raises(TypeError, match=r"schedule is 'dynamic': pass Dynamic\(\.\.\.\)"):
         GradScaler(schedule="dynamic")  # type: ignore[arg-type]
-
-
-def test_the_metric_of_reduce_lr_on_plateau() -> None:
-    p, scaler = param(), GradScaler()
-    optimizer = SGD([p], 1.0)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    for metric in (1.0, 2.0):
-        take_step(scaler, optimizer, p.sum())
-        assert scaler.step_scheduler(plateau, metric)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    with pytest.raises(TypeError, match="metrics"):
-        scaler.step_scheduler(plateau)
 
 
 def test_nothing_of_a_model_that_is_gone_is_kept() -> None:

@@ -128,9 +128,7 @@ def schedule(scaler: Any) -> tuple[bool, float]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         iterate(scaler, param, optimizer, math.inf)
-        if hasattr(scaler, "step_scheduler"):
-            scaler.step_scheduler(scheduler)
-        else:
+        if not hasattr(scaler, "outcome") or scaler.outcome(optimizer).taken:
             scheduler.step()
     return bool(caught), scheduler.get_last_lr()[0]
 

@@ -268,7 +268,7 @@ def test_torch_loads_a_state_of_ours() -> None:
         ({"_growth_tracker": -1}, "cannot be used: growth_tracker is -1"),
         ({"backoff_factor": -1.0}, "cannot be used: backoff_factor is -1.0"),
         ({"halfstep": '{"version": 2}'}, "'halfstep' version 2.*update halfstep"),
-        ({"halfstep": '{"version": 1, "min_scale": 1.0}'}, "'halfstep' has no 'has_backed_off'"),
+        ({"halfstep": '{"version": 1, "min_scale": 1.0}'}, "cannot be used: .*'max_scale'"),
     ],
 )
 def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
@@ -280,13 +280,11 @@ def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
     ("change", "words"),
     [
         ({"min_scale": 0}, "cannot be used: min_scale is 0"),
-        ({"colour": 0}, "cannot be used: 'halfstep' has an unknown key 'colour'"),
+        ({"colour": 0}, "cannot be used: .* unexpected keyword argument 'colour'"),
         ({"reached_floor": 1}, "cannot be used: reached_floor is 1"),
-        ({"schedule": {"name": "best"}}, "cannot be used: the name of the schedule is 'best'"),
-        (
-            {"schedule": {"name": "dynamic"}},
-            "cannot be used: the schedule 'dynamic' has no 'trials'",
-        ),
+        ({"schedule": {"name": "best", "trials": True}}, "cannot be used: 'halfstep' is not what"),
+        ({"schedule": {"name": "dynamic"}}, "cannot be used: 'halfstep' is not what"),
+        ({"schedule": {"name": "static", "trials": True}}, "cannot be used: 'halfstep' is not"),
         ({"schedule": None}, "cannot be used: .*NoneType"),
     ],
 )

@@ -257,7 +257,6 @@ def test_disabled_and_what_goes_beyond_torch() -> None:
     """Scripts that use the new calls run unchanged when the scaler is switched off."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = GradScaler(enabled=False, module=model, min_scale=1.0)
     for attempt in scaler.retry(optimizer):
         optimizer.zero_grad()
@@ -270,7 +269,6 @@ def test_disabled_and_what_goes_beyond_torch() -> None:
     assert outcome.norm == pytest.approx(0.5, rel=1e-5)
     assert list(outcome.norms) == ["weight", "bias"]
     assert repr(outcome) == "Outcome(SGD: taken; scale 1 -> 1)"
-    assert scaler.step_scheduler(scheduler)
     assert scaler.history() == []
     assert scaler.counts() == (0, 0, 0, None)
     assert repr(scaler) == "GradScaler(enabled=False)"

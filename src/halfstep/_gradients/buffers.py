@@ -120,16 +120,13 @@ class _Watched:
                 copy.renew()
 
     def save(self) -> None:
-        slots = self.slots()
-        if len(self.copies) != 1 or not self.copies[0].is_of(slots):
-            self.copies = self.new_copies(slots)
-        else:
-            self.copies[0].save()
-        self.is_new = True
-
-    def slots(self) -> list[_Slot]:
         module = self.module()
-        return [] if module is None else list(_slots_of(module))
+        slots = [] if module is None else list(_slots_of(module))
+        if len(self.copies) == 1 and self.copies[0].is_of(slots):
+            self.copies[0].save()
+        else:
+            self.copies = self.new_copies(slots)
+        self.is_new = True
 
     def new_copies(self, slots: list[_Slot]) -> list[Copy]:
         """Return a copy of all buffers; one for each submodule before the first ``update``.

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._common.text import names_text
 from halfstep._gradients.optimizers import HOLDERS, members, name
 from halfstep._gradients.scalars import Scalar, describe, reciprocal
 from halfstep._pytorch.amp import (
@@ -28,9 +29,6 @@ from halfstep._pytorch.amp import (
 from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, reduce_partial
 from halfstep._pytorch.storages import values_of_sparse
-
-NUM_NAMED = 3
-"""Maximum number of parameters named in an error message; the rest are counted."""
 
 NUM_ASKED = 256
 LARGE = 1 << 14
@@ -278,10 +276,9 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
         for name, grad in zip(names, gradients.grads, strict=True)
         if grad.dtype in (torch.float16, torch.complex32)
     ]
-    rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
     raise ValueError(
         f"{owner} has float16 gradients, which cannot be unscaled without "
-        f"losing the small values that the scale protects: {', '.join(found[:NUM_NAMED])}{rest}.\n"
+        f"losing the small values that the scale protects: {names_text(found)}.\n"
         "Cause: these parameters are stored in float16 (model.half(), .to(torch.float16), or a "
         "checkpoint loaded in float16).\n"
         "Cure: keep the parameters in float32 (model.float()) and let autocast choose float16 for "

@@ -54,10 +54,6 @@ class Norms(NamedTuple):
         norm = root(self.squares)
         return norm if self.scale is None else norm / self.scale
 
-    def total(self, device: torch.device) -> Scalar:
-        """Return the total norm of all gradients, not unscaled, for ``device``."""
-        return root(scalar(self.sum_of_squares(device)))
-
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []

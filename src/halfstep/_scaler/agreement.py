@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep._common.numbers import power, things
+from halfstep._common.numbers import at_steps, power, things
 from halfstep._gradients.gradients import Flags, Gradients
 from halfstep._gradients.norms import Norms
 from halfstep._gradients.scalars import (
@@ -43,9 +43,6 @@ CHECK_EVERY = 100
 FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
 NUM_FIRST, NUM_SAME = 4, 4
 """After the first four come the numbers that must be equal on all ranks, twice."""
-
-NUM_LISTED = 16
-"""Maximum number of ranks listed in a message; the rest are counted."""
 
 
 # --- groups of ranks ------------------------------------------------------------------------------
@@ -119,9 +116,8 @@ class Reduction:
             rank = distributed.get_rank()
             others = [other for other in self._group.ranks if other != rank]
             self._error = RanksError(
-                f"{self._purpose}: rank {rank} waited for rank "
-                f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
-                f"failed: {first_line}\n"
+                f"{self._purpose}: rank {rank} waited for {at_steps(others, 'rank')}, and the "
+                f"all-reduce of {self._values.numel()} numbers failed: {first_line}\n"
                 "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
                 "step() in the same order, and of a GradScaler unscale_() and update() too, also "
                 "those without a loss or without gradients.\n"
@@ -133,12 +129,6 @@ class Reduction:
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the ranks of a mesh in ascending order."""
     return tuple(sorted(mesh.mesh.flatten().tolist()))
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Format ranks for a message: ``0, 1, 2``, shortened if there are many."""
-    shown = ", ".join(map(str, ranks[:NUM_LISTED]))
-    return shown if len(ranks) <= NUM_LISTED else f"{shown} and {len(ranks) - NUM_LISTED} more"
 
 
 @dataclass(eq=False)

@@ -31,6 +31,7 @@ from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def guard(
@@ -38,7 +39,7 @@ def guard(
     max_norm: float | None = None,
     on_skips: OnSkips = "warn",
     module: torch.nn.Module | None = None,
-    process_group: ProcessGroup | Literal["local"] | None = None,
+    process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
 ) -> Guard:
     """Skip the steps of an optimizer whose gradients are inf or NaN, without scaling a loss.
 
@@ -104,7 +105,7 @@ class GuardScaler(GradScaler):
         self,
         on_skips: OnSkips,
         module: torch.nn.Module | None,
-        process_group: ProcessGroup | Literal["local"] | None,
+        process_group: ProcessGroup | DeviceMesh | Literal["local"] | None,
     ) -> None:
         super().__init__(
             init_scale=1.0,
@@ -132,13 +133,6 @@ class _Alarm(Alarm):
         super().speak(replace(report, scale=None), is_proven=True)
 
 
-class _Inner:
-    """The ``step`` that a guard calls, and the one in the optimizer's ``__dict__``, if any."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step, self.own = optimizer.step, vars(optimizer).get("step")
-
-
 _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -163,23 +157,23 @@ class Guard:
         self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
     ) -> None:
         self._optimizer, self._scaler, self._max_norm = weakref.ref(optimizer), scaler, max_norm
-        inner = _Inner(optimizer)
-        self._inner = weakref.ref(inner)  # weak, because the step of an optimizer refers to it
+        inner, before = optimizer.step, {k: v for k, v in vars(optimizer).items() if k == "step"}
         _GUARDED.add(optimizer)
         self._call: tuple[Any, ...] | None = None
         self._is_removed = False
 
         def guarded(optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed:  # a later replacement of `step` still calls this one
-                return inner.step(*args, **kwargs)
+                return inner(*args, **kwargs)
             if self._call is not None:  # called by the scaler
                 args, kwargs = self._call
-                return inner.step(*args, **kwargs)
+                return inner(*args, **kwargs)
             return self._step(optimizer, args, kwargs)
 
         self._replaced = Replacements(optimizer, "guard", "would step with inf and NaN")
         put = self._replaced.put(optimizer, "step", guarded)
-        self._guarded = weakref.ref(put)  # weak, because it references the optimizer
+        vars(put)["before"] = before  # there, because it references the optimizer, as `put` does
+        self._guarded = weakref.ref(put)
 
     def __repr__(self) -> str:
         return f"Guard({type(self._optimizer()).__name__}, max_norm={self._max_norm})"
@@ -218,11 +212,10 @@ class Guard:
         self._replaced.allow_original()
         self._scaler._engine.buffers.unwatch()
         _GUARDED.discard(optimizer)
-        inner = self._inner()
-        is_on_top = getattr(vars(optimizer).get("step"), "__func__", None) is self._guarded()
-        if is_on_top and inner is not None:
+        on_top = getattr(vars(optimizer).get("step"), "__func__", None)
+        if on_top is not None and on_top is self._guarded():
             del vars(optimizer)["step"]
-            vars(optimizer).update({} if inner.own is None else {"step": inner.own})
+            vars(optimizer).update(vars(on_top)["before"])
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
@@ -247,20 +240,16 @@ class Guard:
             args, kwargs = with_closure(_closure_of(optimizer, loss), args, kwargs)
         scaler = self._scaler
         params = parameters(optimizer)
-        with_gradient = (param for param in params if param.grad is not None)
-        some = first = next(with_gradient, None)
-        if first is not None and _has_no_values(first):
-            first = next((p for p in with_gradient if not _has_no_values(p)), None)
+        trained = [param for param in params if param.grad is not None]
+        with_values = (param for param in trained if not (param.is_meta or is_fake(param)))
+        first = next(with_values, None)
         self._call = args, kwargs
         try:
-            if first is not None:
-                if not scaler._engine.loss_scale.is_created:
-                    scaler._engine.create_scale(first.device)
-            elif (
-                some is not None
-                or not scaler._engine.ranks_of("step", optimizer, params).is_together
-            ):
-                return optimizer.step()
+            if first is None:
+                if trained or not scaler._engine.ranks_of("step", optimizer, params).is_together:
+                    return optimizer.step()
+            elif not scaler._engine.loss_scale.is_created:
+                scaler._engine.create_scale(first.device)
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:
             scaler._engine.end_iteration()  # the next step has its own gradients
@@ -269,11 +258,6 @@ class Guard:
             self._call = None
         scaler.update()
         return loss if result is None else result
-
-
-def _has_no_values(param: torch.Tensor) -> bool:
-    """Return whether a tensor has no data, as when only shapes or memory are computed."""
-    return param.is_meta or is_fake(param)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:

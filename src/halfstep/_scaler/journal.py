@@ -6,8 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +26,6 @@ from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000
 """Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
-
-NUM_UNREAD = 64
-"""Maximum number of outcomes that stay on the device unread for a schedule."""
 
 
 class Plan:
@@ -149,36 +145,13 @@ def _forget(journal: weakref.ref[Journal], key: int, plan: Plan) -> None:
 # --- schedules that follow them -------------------------------------------------------------------
 
 
-@dataclass
-class _TakenSteps:
-    """The number of steps of an optimizer, and the number of the last taken one that is known."""
-
-    count: int = 0
-    _last_taken: int = 0
-    _unread: list[tuple[int, Outcome]] = field(default_factory=list)
-
-    def add(self, taken: bool | Outcome) -> None:
-        self.count += 1
-        if isinstance(taken, Outcome):
-            self._unread.append((self.count, taken))
-            if len(self._unread) >= NUM_UNREAD:
-                self.last_taken()
-        elif taken:
-            self._last_taken = self.count
-
-    def last_taken(self) -> int:
-        """Return the number of the last taken step. Sync: one if it is not known yet."""
-        found = (number for number, outcome in reversed(self._unread) if outcome.taken)
-        self._last_taken = next(found, self._last_taken)
-        self._unread = []
-        return self._last_taken
-
-
 class DueSchedules:
     """The schedules that may advance: not if all steps since their last move were skipped."""
 
     def __init__(self) -> None:
-        self._steps: weakref.WeakKeyDictionary[Any, _TakenSteps] = weakref.WeakKeyDictionary()
+        # The newest steps by optimizer: a number, and whether it was taken, or the outcome.
+        self._steps: weakref.WeakKeyDictionary[Any, deque[tuple[int, bool | Outcome]]]
+        self._steps = weakref.WeakKeyDictionary()
         self._moved: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: Any, taken: bool | Outcome) -> None:
@@ -187,26 +160,27 @@ class DueSchedules:
         A step of a container counts for all its members.
         """
         for member in members(optimizer):
-            self._steps.setdefault(member, _TakenSteps()).add(taken)
+            steps = self._steps.setdefault(member, deque(maxlen=HISTORY_LENGTH))
+            steps.append((_last_number(steps) + 1, taken))
 
     def note_move(self, scheduler: Any) -> None:
-        self._moved[scheduler] = self._count(scheduler)
+        self._moved[scheduler] = _last_number(self._steps.get(scheduler.optimizer, ()))
 
     def try_move(self, scheduler: Any) -> bool:
         """Record that a schedule advances, if it may now; return whether it may.
 
         Sync: one if the outcome of a step is not known yet.
         """
-        before = self._moved.get(scheduler, 0)
-        has_stepped = self._count(scheduler) > before
-        if has_stepped and self._steps[scheduler.optimizer].last_taken() <= before:
+        before, steps = self._moved.get(scheduler, 0), self._steps.get(scheduler.optimizer, ())
+        since = [*takewhile(lambda step: step[0] > before, reversed(steps))]
+        if since and not any(each if isinstance(each, bool) else each.taken for _, each in since):
             return False
         self.note_move(scheduler)
         return True
 
-    def _count(self, scheduler: Any) -> int:
-        steps = self._steps.get(scheduler.optimizer)
-        return 0 if steps is None else steps.count
+
+def _last_number(steps: Sequence[tuple[int, bool | Outcome]]) -> int:
+    return steps[-1][0] if steps else 0
 
 
 # --- who is shown them ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep._common.numbers import at_steps, step_list
 from halfstep._pytorch.distributed import (
     has_comm_hook,
     has_ranks,
@@ -18,7 +19,7 @@ from halfstep._pytorch.distributed import (
     key_of,
     reduced_by,
 )
-from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, listed, ranks_of
+from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, ranks_of
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
@@ -29,26 +30,24 @@ CURE = (
     "Cure: say which ranks step together: "
     "halfstep.GradScaler(process_group=torch.distributed.group.WORLD), "
     "after init_process_group(), for all of them, or another process group; "
-    "process_group='local' if this rank trains separately. halfstep.guard takes it too; "
-    "halfstep run --guard has --guard-ranks=together and, for gradients that are averaged by hand "
-    "and for ranks that train separately, --guard-ranks=alone. "
-    "A GradScaler also takes device_mesh=... and, if gradients are averaged by hand, "
-    "scaler.replicated(model.parameters(), process_group) for their norm"
+    "process_group='local' if this rank trains separately, or a DeviceMesh. halfstep.guard takes "
+    "it too; halfstep run --guard has --guard-ranks=together and, for gradients that are averaged "
+    "by hand and for ranks that train separately, --guard-ranks=alone. If gradients are averaged "
+    "by hand, a GradScaler has scaler.replicated(model.parameters(), process_group) for their norm"
 )
 
 REDUCED = Alone(sees_all_losses=False)
 
 
 class Ranks:
-    """The ranks that decide the step of each optimizer; its arguments are those of GradScaler."""
+    """The ranks that decide the step of each optimizer; its argument is that of GradScaler."""
 
     def __init__(
         self,
-        process_group: ProcessGroup | Literal["local"] | None = None,
-        device_mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
     ) -> None:
         self._is_local = process_group == "local"
-        self._given = None if self._is_local else _given(process_group, device_mesh)
+        self._given = None if self._is_local else _given(process_group)
         # A Layout or Alone by first parameter, with a hash of all parameters.
         self._found = WeakTensorKeyDictionary()
         self._replicated = WeakTensorKeyDictionary()
@@ -94,8 +93,8 @@ class Ranks:
         concerned = set().union(() if sharing is None else sharing.ranks, *members.values())
         if not concerned <= set(group.ranks):
             raise RanksError(
-                f"{call}: its parameters are spread over the ranks {listed(sorted(concerned))}, "
-                f"and the GradScaler was created for only {listed(group.ranks)}.\n{CURE}"
+                f"{call}: its parameters are spread over {at_steps(sorted(concerned), 'rank')}, "
+                f"and the GradScaler was created for only {step_list(group.ranks)}.\n{CURE}"
             )
         if len(group.ranks) == 1:
             return ALONE
@@ -123,7 +122,7 @@ class Ranks:
             if len(sharing.ranks) == num_ranks:
                 return Group.world()
             raise RanksError(
-                f"{call}: its DTensors are spread over the ranks {listed(sharing.ranks)} of "
+                f"{call}: its DTensors are spread over {at_steps(sharing.ranks, 'rank')} of "
                 f"{num_ranks}. Whether the others train the same model (stages of a pipeline) or "
                 f"another one cannot be seen.\n{CURE}"
             )
@@ -146,21 +145,18 @@ class Ranks:
         )
 
 
-def _given(process_group: Any, device_mesh: Any) -> Group | None:
-    if process_group is None and device_mesh is None:
+def _given(process_group: Any) -> Group | None:
+    if process_group is None:
         return None
-    if process_group is not None and device_mesh is not None:
-        raise ValueError("GradScaler(process_group=..., device_mesh=...): pass one of them")
-    if process_group is not None:
-        if not (distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)):
-            raise TypeError(
-                f"process_group is {process_group!r}: pass a torch.distributed.ProcessGroup on a "
-                "rank that is in it, or 'local'"
-            )
-        return Group.of(process_group)
-    if not isinstance(device_mesh, distributed.device_mesh.DeviceMesh):
-        raise TypeError(f"device_mesh is {device_mesh!r}: pass a DeviceMesh")
-    return Group.of_mesh(device_mesh)
+    if distributed.is_available():
+        if isinstance(process_group, distributed.ProcessGroup):
+            return Group.of(process_group)
+        if isinstance(process_group, distributed.device_mesh.DeviceMesh):
+            return Group.of_mesh(process_group)
+    raise TypeError(
+        f"process_group is {process_group!r}: pass a torch.distributed.ProcessGroup on a rank that "
+        "is in it, a DeviceMesh, or 'local'"
+    )
 
 
 def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:

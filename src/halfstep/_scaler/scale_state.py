@@ -7,8 +7,8 @@ transition that PyTorch's kernel knows; see :mod:`halfstep._scaler.device_scale`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias
 
@@ -41,9 +41,6 @@ class Static:
     growth_interval: ClassVar[int] = 2000
     trials: ClassVar[bool] = False
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
-
 
 @dataclass(frozen=True)
 class Dynamic:
@@ -67,7 +64,8 @@ class Dynamic:
         ValueError: A value is out of range; the message names it.
 
     Example:
-        >>> Dynamic(growth_interval=1000).to_dict()["growth_interval"]
+        >>> from halfstep import GradScaler
+        >>> GradScaler(schedule=Dynamic(growth_interval=1000)).get_growth_interval()
         1000
     """
 
@@ -100,30 +98,8 @@ class Dynamic:
             growth_interval=growth_interval,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name} | asdict(self)
-
 
 Schedule: TypeAlias = Static | Dynamic
-SCHEDULES: dict[str, type[Schedule]] = {each.name: each for each in (Static, Dynamic)}
-
-
-def schedule_from_dict(saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule that ``to_dict`` saved; raise TypeError or ValueError for another one."""
-    numbers = dict(saved)
-    name = numbers.pop("name", None)
-    if name not in SCHEDULES:
-        raise ValueError(
-            f"the name of the schedule is {name!r}: it must be one of {list(SCHEDULES)}"
-        )
-    _require_keys(f"the schedule {name!r}", SCHEDULES[name]().to_dict().keys(), saved)
-    return SCHEDULES[name](**numbers)
-
-
-def _require_keys(what: str, expected: Set[str], saved: Mapping[str, Any]) -> None:
-    for key in sorted(expected ^ saved.keys()):
-        fault = "has no" if key in expected else "has an unknown key"
-        raise ValueError(f"{what} {fault} {key!r}")
 
 
 def schedule_of(schedule: Schedule | None, numbers: tuple[float, float, int]) -> Schedule:
@@ -333,8 +309,8 @@ class ScaleState:
         theirs = {"scale": ours.pop("scale")}
         theirs |= {key: getattr(self.schedule, key) for key in TORCH_SCHEDULE_KEYS}
         theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
-        schedule = self.schedule.to_dict()
-        ours["schedule"] = {key: value for key, value in schedule.items() if key not in theirs}
+        numbers = {key: value for key, value in vars(self.schedule).items() if key not in theirs}
+        ours["schedule"] = {"name": self.schedule.name} | numbers
         ours["version"] = FORMAT_VERSION
         return theirs | {OURS: json.dumps(ours, sort_keys=True)}
 
@@ -379,12 +355,13 @@ class ScaleState:
             if isinstance(first.schedule, Dynamic):
                 first = replace(first, schedule=replace(first.schedule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
-        expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
-        _require_keys(repr(OURS), expected, ours)
-        schedule = dict(ours.pop("schedule"))
-        if schedule.get("name") != Static.name:
-            schedule |= factors
-        return cls(growth_tracker=tracker, schedule=schedule_from_dict(schedule), **theirs, **ours)
+        numbers = dict(ours.get("schedule", {}))
+        is_static = numbers.pop("name", None) == Static.name
+        schedule = Static() if is_static else Dynamic(**factors, **numbers)
+        state = cls(**theirs | ours | {"growth_tracker": tracker, "schedule": schedule})
+        if json.loads(state.to_dict()[OURS]) != ours | {"version": FORMAT_VERSION}:
+            raise ValueError(f"{OURS!r} is not what state_dict() has written")
+        return state
 
 
 def reason(state: ScaleState, found_inf: bool, loss_is_finite: bool = True) -> Reason | None:

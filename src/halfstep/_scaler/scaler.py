@@ -6,7 +6,6 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from operator import attrgetter
@@ -78,10 +77,9 @@ class GradScaler(TorchAttributes):
         module: The trained module: it names the parameters, and a skipped step restores its
             buffers; see :meth:`watch`.
         process_group: The ranks that step together and agree on inf and NaN, norms and the scale;
-            ``"local"`` for this rank alone. By default it is inferred from the parameters: DTensors
-            are spread over the ranks of their mesh, and DistributedDataParallel makes gradients
-            equal. A copy of the scaler does not keep it.
-        device_mesh: The same ranks, as a mesh.
+            a group, a device mesh, or ``"local"`` for this rank alone. By default it is inferred
+            from the parameters: DTensors are spread over the ranks of their mesh, and
+            DistributedDataParallel makes gradients equal. A copy of the scaler does not keep it.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -118,8 +116,7 @@ class GradScaler(TorchAttributes):
         max_consecutive_skips: int = 20,
         on_skips: OnSkips = "warn",
         module: torch.nn.Module | None = None,
-        process_group: ProcessGroup | Literal["local"] | None = None,
-        device_mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
     ) -> None:
         self._is_enabled = bool(enabled)
         if not enabled:
@@ -128,7 +125,7 @@ class GradScaler(TorchAttributes):
         numbers = growth_factor, backoff_factor, growth_interval
         schedule = schedule_of(schedule, numbers)
         first = ScaleState.first(init_scale, schedule, min_scale, max_scale)
-        self._engine = Engine(first, Ranks(process_group, device_mesh), self)
+        self._engine = Engine(first, Ranks(process_group), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
             self.watch(module)
@@ -383,34 +380,6 @@ class GradScaler(TorchAttributes):
         for plan in self._engine.journal.plans.values():
             plan.key = None
 
-    @keep_out_of_graphs
-    def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
-        """Call ``scheduler.step()`` if the last step of its optimizer was taken.
-
-        PyTorch's warning about the order of calls, which a skipped first step would trigger, is
-        suppressed. To advance at skipped steps too, call ``scheduler.step()``.
-
-        Args:
-            scheduler: A learning rate scheduler of PyTorch, or an object with ``step`` and
-                ``optimizer``.
-            *args: Arguments of its ``step``, such as the metric of ``ReduceLROnPlateau``.
-
-        Returns:
-            Whether the scheduler was stepped.
-
-        Raises:
-            CallOrderError: ``step`` has not been called for its optimizer.
-
-        Sync: one with an optimizer that handles the scale itself.
-        """
-        if not hasattr(scheduler, "optimizer"):
-            raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
-        # A disabled scaler takes every step.
-        if self._is_enabled and self._engine.journal.of(scheduler.optimizer).skipped:
-            return False
-        _step_quietly(scheduler, *args)
-        return True
-
     # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
@@ -579,13 +548,3 @@ AS_MADE = {
 _NONE: frozenset[str] = frozenset()
 _hooks_of = attrgetter(*AS_MADE)
 _AS_MADE = tuple(AS_MADE.values())
-
-
-def _step_quietly(scheduler: Any, *args: Any) -> None:
-    """Call ``scheduler.step(*args)`` without PyTorch's warning about the order of calls."""
-    with warnings.catch_warnings():
-        # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step for a
-        # forgotten call.
-        for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
-            warnings.filterwarnings("ignore", message, UserWarning)
-        scheduler.step(*args)

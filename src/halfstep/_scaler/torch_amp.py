@@ -248,8 +248,7 @@ class TorchAttributes:
         if scale.can_amplify and self._per_optimizer_states[id(optimizer)]["stage"] is READY:
             for flag in overflows_when_divided(gradients, number):
                 found[flag.device].clamp_(min=flag)
-        agreed = ranks.agree_on(scale, found, has_gradients=bool(gradients.grads))
-        check = Check(found, agreement=agreed)
+        check = new_check(Step(optimizer, scale, gradients, ranks=ranks), found)
         _keep_check(engine, id(optimizer), optimizer, check)
         return check.found_inf
 

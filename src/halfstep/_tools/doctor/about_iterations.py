@@ -103,11 +103,9 @@ def _schedules(program: Program, root: Root) -> Iterator[Finding]:
         ungated = [step for step in beside if gates <= step.tests.keys()]
         if not ungated or not scheduler:
             continue
-        scaler = dotted(ungated[0].owner)
-        names = scheduler, scaler
-        yield catalog.finding(
-            "scheduler-ungated", site.line, names, scheduler=scheduler, scaler=scaler
-        )
+        scaler, optimizer = dotted(ungated[0].owner), _optimizer_of(ungated[0])
+        known = {"scheduler": scheduler, "scaler": scaler, "optimizer": optimizer}
+        yield catalog.finding("scheduler-ungated", site.line, [scheduler, scaler], **known)
 
 
 def _waits(program: Program, test: ast.expr | None, scope: NameScope) -> bool:

@@ -602,7 +602,7 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     if not found.grads or any(map(distributed.is_dtensor, found.grads)):
         return None  # a norm of this rank's part is not the norm of the whole
     device = found.values[0].device
-    return as_tensor(norms_of(found, None).total(device), device)
+    return as_tensor(norms_of(found, None, device).norm, device)
 
 
 def _warn(text: str) -> None:

@@ -6,4 +6,5 @@ for batch in batches:
     scaler.scale(f(batch)).backward()
     scaler.step(optimizer)
     scaler.update()
-    scaler.step_scheduler(scheduler)
+    if scaler.outcome(optimizer).taken:
+        scheduler.step()
