@@ -27,7 +27,7 @@ from halfstep._pytorch.amp import (
     set_grad_enabled,
 )
 from halfstep._pytorch.devices import facts, to_device
-from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, reduce_partial
+from halfstep._pytorch.distributed import is_dtensor, local_part, reduce_partial
 from halfstep._pytorch.storages import values_of_sparse
 
 NUM_ASKED = 256
@@ -40,11 +40,7 @@ Kind: TypeAlias = tuple[torch.device, torch.dtype]
 Flags: TypeAlias = dict[torch.device, Tensor]
 """Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
-_PLAIN_TYPES = {Tensor}
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
-_NONE_TYPE = type(None)
-_STRIDED = {torch.strided}
-_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +54,6 @@ class Gradients:
     values: list[Tensor]
 
     by_kind: dict[Kind, list[Tensor]]  # values by device and dtype, as the fused kernels need them
-    dtypes: Set[torch.dtype]  # dtypes of values
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
         if len(self.by_kind) == 1:
@@ -74,9 +69,14 @@ class Gradients:
         kept = [row for row in rows if id(row[1]) not in ids]
         return _gradients(*([row[part] for row in kept] for part in range(3)))
 
-    def written_since(self, versions: Sequence[int]) -> Gradients:
+    def versions(self) -> list[int]:
+        return list(map(attrgetter("_version"), self.grads))
+
+    def written_since(self, versions: list[int]) -> Gradients:
         """Return the gradients that do not have these versions, one for each, any more."""
-        now = list(map(version_of, self.grads))
+        now = self.versions()
+        if now == versions:
+            return NONE
         if not any(map(eq, now, versions)):
             return self
         rows = zip(self.grads, now, versions, strict=True)
@@ -111,11 +111,13 @@ class Gradients:
         found_inf = self.multiply_(reciprocal(scale))
         return self.check() if can_amplify else found_inf  # non-finite values stay non-finite
 
-    def check(self) -> Flags:
+    def check(self, flags: Flags | None = None) -> Flags:
         """Check for inf and NaN with the multiplying kernel and a factor of exactly 1."""
-        return self.multiply_(1.0)
+        return self.multiply_(1.0, flags=flags)
 
-    def multiply_(self, factor: Scalar, *, was_just_read: bool = False) -> Flags:
+    def multiply_(
+        self, factor: Scalar, *, was_just_read: bool = False, flags: Flags | None = None
+    ) -> Flags:
         """Multiply all by a float32 number in place. One read and write.
 
         A dtype for which the device has no such kernel (:class:`~halfstep._pytorch.devices.Facts`),
@@ -123,10 +125,11 @@ class Gradients:
         exactly 1.
 
         ``was_just_read``: whether another pass has just read them. The last ones are then still in
-        the cache, so the order is reversed. Returns what was inf or NaN before.
+        the cache, so the order is reversed. Returns what was inf or NaN before, in ``flags`` of 0
+        if given.
         """
-        found_inf: Flags = {}
-        factors: dict[torch.device, Tensor] = {}
+        found_inf: Flags = {} if flags is None else flags
+        factors = {factor.device: factor} if isinstance(factor, Tensor) else {}
         # Intended as a check, but also PyTorch's fastest kernel for multiplying by a device scalar:
         # 0.8 ms for 4,096 x 256 entries, where _foreach_mul_ takes 1.5.
         is_grad_enabled = torch.is_grad_enabled()
@@ -135,6 +138,7 @@ class Gradients:
             for (device, dtype), values in self.by_kind.items():
                 if device not in found_inf:
                     found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+                if device not in factors:
                     factors[device] = (
                         to_device(factor, device)
                         if isinstance(factor, Tensor)
@@ -155,21 +159,19 @@ class Gradients:
         return found_inf
 
 
-NONE = Gradients([], [], [], {}, frozenset())
+NONE = Gradients([], [], [], {})
 """No gradients."""
 
 
 grad_of: Callable[[Tensor], Any] = attrgetter("grad")
-version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
 """A gradient and its version at one time."""
 
 
-def seen(grads: Iterable[Tensor]) -> list[Seen]:
-    """Return what :func:`is_as_seen` needs later, without keeping the gradients alive."""
-    grads = list(grads)
-    return list(zip(map(weakref.ref, grads), map(version_of, grads), strict=True))
+def seen(grad: Tensor) -> Seen:
+    """Return what :func:`is_as_seen` needs later, without keeping the gradient alive."""
+    return weakref.ref(grad), grad._version
 
 
 def is_as_seen(earlier: Seen, grad: Tensor | None) -> bool:
@@ -220,46 +222,51 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         TypeError: A gradient has a sparse layout other than COO. Nothing is changed.
     """
     params = list(params)
-    # Read once: attribute access adds up for thousands of parameters.
-    grads: list[Any] = list(map(grad_of, params))
-    types = set(map(type, grads))
-    if _NONE_TYPE in types:
-        types.remove(_NONE_TYPE)
-        params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
-        grads = [grad for grad in grads if grad is not None]
-    values = grads
-    if types != _PLAIN_TYPES and has_dtensors(grads):
-        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if is_dtensor(grad) and (reduced := reduce_partial(param, grad)) is not grad:
-                param.grad = grads[index] = reduced
-        values = list(map(local_part, grads))
-    # Thousands of similar gradients: one map() per property takes half the time of one loop that
-    # checks all properties of each gradient.
-    dtypes = set(map(attrgetter("dtype"), values))
-    if (
-        _COMPLEX.isdisjoint(dtypes)
-        and set(map(attrgetter("layout"), values)) <= _STRIDED
-        and (
-            all(map(Tensor.is_contiguous, values))
-            or not any(0 in stride for stride in map(Tensor.stride, values))
-        )
-        and not any(map(Tensor.is_neg, values))
-    ):
-        devices = set(map(attrgetter("device"), values))
-        is_one_kind = len(devices) == len(dtypes) == 1
-        by_kind = {(*devices, *dtypes): values} if is_one_kind else _by_kind(values)
-        return Gradients(params, grads, values, by_kind, dtypes)
-    for grad in grads:
-        if grad.layout not in (torch.strided, torch.sparse_coo):
+    found, grads, by_kind = list[Tensor](), list[Tensor](), dict[Kind, list[Tensor]]()
+    device = dtype = None
+    # One loop, since most of what a step costs the host is code that is not in the cache.
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if (
+            type(grad) is not Tensor
+            or grad.layout is not torch.strided
+            or grad.is_neg()
+            or not (grad.is_contiguous() or 0 not in grad.stride())
+        ):
+            return _collect_any(params)
+        if grad.dtype is not dtype or grad.device != device:
+            device, dtype = grad.device, grad.dtype
+            if dtype.is_complex:
+                return _collect_any(params)
+            kind = by_kind.setdefault((device, dtype), [])
+        kind.append(grad)
+        found.append(param)
+        grads.append(grad)
+    return Gradients(found, grads, grads, by_kind)
+
+
+def _collect_any(params: list[Tensor]) -> Gradients:
+    """Collect gradients some of which are not dense and real, or cannot be written in place."""
+    params = [param for param in params if param.grad is not None]
+    for param in params:
+        grad: Any = param.grad
+        if is_dtensor(grad):
+            if (reduced := reduce_partial(param, grad)) is not grad:
+                param.grad = reduced
+        elif grad.layout not in (torch.strided, torch.sparse_coo):
             raise TypeError(
                 f"a gradient is {describe(grad)} in the layout {grad.layout}: a GradScaler reads "
                 "dense gradients and sparse COO ones. Convert it: param.grad = "
                 "param.grad.to_dense() or .to_sparse()"
             )
     with torch.no_grad():
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = _writable(grad)
-    grads = [param.grad for param in params]
+        for param in params:
+            grad = param.grad
+            if (writable := _writable(grad)) is not grad:
+                param.grad = writable
+    grads: list[Any] = [param.grad for param in params]
     return _gradients(params, grads, [_values(grad) for grad in grads])
 
 
@@ -289,15 +296,10 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
 
 
 def _gradients(params: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> Gradients:
-    by_kind = _by_kind(values)
-    return Gradients(params, grads, values, by_kind, {dtype for _, dtype in by_kind})
-
-
-def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
-    kinds: dict[Kind, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        kinds[tensor.device, tensor.dtype].append(tensor)
-    return kinds
+    by_kind: dict[Kind, list[Tensor]] = defaultdict(list)
+    for tensor in values:
+        by_kind[tensor.device, tensor.dtype].append(tensor)
+    return Gradients(params, grads, values, by_kind)
 
 
 def _writable(grad: Tensor) -> Tensor:

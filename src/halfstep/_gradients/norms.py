@@ -45,14 +45,18 @@ class Norms(NamedTuple):
     """The number by which the gradients were multiplied when measured; None if unscaled."""
     squares: Scalar = math.nan
     """The sum of all squares, over all ranks, once it was formed."""
-    found_inf: Tensor = None  # type: ignore[assignment]
-    """1 if that is inf or NaN, else 0, on the device of the scale; once it was formed."""
+    found_inf: Tensor | None = None
+    """1 if that is inf or NaN, else 0, on the device of the scale; None if the host knows it."""
 
     @property
     def norm(self) -> Scalar:
         """The total norm, unscaled, once the squares were summed."""
         norm = root(self.squares)
         return norm if self.scale is None else norm / self.scale
+
+    def flag(self, device: torch.device) -> Tensor:
+        """Return 1 if the sum of all squares is inf or NaN, else 0, on the device of the scale."""
+        return flag_nonfinite(self.squares, device) if self.found_inf is None else self.found_inf
 
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
@@ -100,7 +104,8 @@ def norms_of(
     if device is None:
         return norms
     squares = scalar(norms.sum_of_squares(device))
-    return norms._replace(squares=squares, found_inf=flag_nonfinite(squares, device))
+    found_inf = is_nonfinite(squares) if isinstance(squares, Tensor) else None
+    return Norms(gradients.params, on_device, scale, squares, found_inf)
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from torch import Tensor
 from halfstep._common.text import did_you_mean, shown
 from halfstep._pytorch.amp import autocast_devices, reciprocal_of
 from halfstep._pytorch.devices import to_device
-from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
 CPU = torch.device("cpu")
 
@@ -131,16 +130,6 @@ READABLE = {"cpu"}
 def scalar(value: Tensor) -> Scalar:
     """Return a CPU tensor as a number, any other one unchanged."""
     return value.item() if value.device.type in READABLE else value
-
-
-def is_readable(value: Tensor) -> bool:
-    """Return whether a 0-dim tensor can be read without a sync, and ops are not recorded."""
-    return (
-        type(value) is Tensor
-        and not value.dim()
-        and value.device.type in READABLE
-        and not (num_dispatch_modes() or is_jit_tracing() or is_inside_functorch(value))
-    )
 
 
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:

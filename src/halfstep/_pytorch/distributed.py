@@ -40,11 +40,6 @@ def is_dtensor_class(kind: type) -> bool:
     return issubclass(kind, getattr(module, "DTensor", ()))
 
 
-def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of the tensors is a DTensor; fast for thousands of them."""
-    return any(map(is_dtensor_class, set(map(type, tensors))))
-
-
 def local_part(tensor: Any) -> torch.Tensor:
     """Return the local part of a DTensor; any other tensor unchanged. No collective.
 

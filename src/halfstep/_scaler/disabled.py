@@ -64,7 +64,7 @@ def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     """Return the outcome of a taken step, with the current gradients."""
     scale = _one(torch.device("cpu"))
     taken = Step(optimizer, scale, collect(parameters(optimizer)), skip=0.0)
-    found = Outcome(taken, engine.names, scale.snapshot())
+    found = Outcome(taken, engine.names)
     found.after = scale.snapshot()
     return found
 

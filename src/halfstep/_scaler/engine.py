@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.compiler import is_dynamo_compiling
 
 from halfstep._common.nested import like, tensors_in
 from halfstep._common.text import shown, warn
@@ -18,7 +19,7 @@ from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
-from halfstep._scaler.iteration import Iteration, Step
+from halfstep._scaler.iteration import Check, Iteration, Step
 from halfstep._scaler.journal import OBSERVERS, Journal, Plan
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
@@ -29,22 +30,6 @@ from halfstep.errors import CallOrderError, NothingCheckedError
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
 """Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
-
-
-class Usual(NamedTuple):
-    """A usual ``unscale_`` or step, until ``update`` or the long road.
-
-    Attributes:
-        plan: The plan of its optimizer.
-        step: What the long road would keep.
-        versions: Those that it left in its gradients.
-        outcome: Its outcome, None if the gradients were only unscaled.
-    """
-
-    plan: Plan
-    step: Step
-    versions: list[int]
-    outcome: Outcome | None = None
 
 
 def scale_on(device: torch.device, before: LossScale) -> LossScale:
@@ -64,7 +49,8 @@ class Engine:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
         usual: The usual calls of this iteration, by ``id`` of their optimizers, which share no
-            parameters.
+            parameters: the plan, and what the long road would keep.
+        clean: Checks that have found nothing, for other steps; nobody else has their flags.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -74,7 +60,8 @@ class Engine:
         self.loss_scale = LossScale(first)
         self.current = Iteration()
         self.is_usual = True
-        self.usual: dict[int, Usual] = {}
+        self.usual: dict[int, tuple[Plan, Step]] = {}
+        self.clean: list[Check] = []
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -85,11 +72,11 @@ class Engine:
         """What the long road has done and found since the last ``update``; it is taken now."""
         self.is_usual = False
         usual, self.usual = self.usual, {}
-        for _, step, versions, outcome in usual.values():
+        for plan, step in usual.values():
             step.ranks.agree_on(step.loss_scale, {})
-            self.current.keep(step, step.stage, versions)
-            if outcome is not None and self.current.num_losses > step.num_losses:
-                self.current.ledger.see_written(step.gradients, versions)
+            self.current.keep(step, step.stage, plan.versions)
+            if step.stage is OptState.STEPPED and self.current.num_losses > step.num_losses:
+                self.current.ledger.see_written(step.gradients, plan.versions)
                 self.current.ledger.watch()
         return self.current
 
@@ -118,9 +105,9 @@ class Engine:
         if not self.loss_scale.is_created:
             outputs = self._create_scale_of(outputs)
         iteration = self.current
-        is_traced = torch.compiler.is_dynamo_compiling()
-        usual = self.usual.values()
-        if iteration.ledger.entries or (usual and None in [each.outcome for each in usual]):
+        is_traced = is_dynamo_compiling()
+        stages = self.usual and [step.stage for _, step in self.usual.values()]
+        if iteration.ledger.entries or OptState.UNSCALED in stages:
             self.iteration.ledger.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
@@ -194,24 +181,25 @@ class Engine:
             return False
         scale = self.loss_scale
         found, later = list[Tensor](), list[Tensor]()  # what only the device knows
-        for _, step, _, outcome in self.usual.values():
+        for _, step in self.usual.values():
             own, look = step.own, step.look
             assert own is not None
             if isinstance(step.skip, Tensor) and len(self.journal.plans) == 1:
                 found += own.found_here.values()
                 later += [] if look is None else look.found_here.values()
-            # Another optimizer may have unused gradients; and users may have written to a flag.
-            elif outcome is None or own.on_host(scale.is_here) is not False:
+            # Another optimizer may have unused gradients; and its step may write to the flag.
+            elif step.stage is OptState.UNSCALED or own.on_host(scale.is_here) is not False:
                 return False
         if found:
             scale.update(found, later)
         after = scale.snapshot() if found else scale.count()
         if after is None:
             return False
-        for each in self.usual.values():
-            each.outcome.after = after  # type: ignore[union-attr]
-        self.usual = {}
-        self.current.num_losses = 0
+        for plan, step in self.usual.values():
+            plan.outcome.after = after  # type: ignore[union-attr]
+            if scale.is_here:
+                self.clean += filter(None, (step.own, step.look))
+        self.usual, self.current.num_losses = {}, 0
         if self.buffers.watched:
             self.buffers.end()
         self.journal.open.clear()
@@ -251,14 +239,9 @@ class Engine:
         found = []
         for step in self.iteration.steps.values():
             if step.stage is OptState.UNSCALED and step.optimizer is not None and step.checks:
-                found.append(self.outcome_of(step.decide()))
+                found.append(Outcome(step.decide(), self.names))
                 found[-1].is_left_out = True
         return found
-
-    def outcome_of(self, step: Step, *, is_fused: bool = False) -> Outcome:
-        """Return the outcome of a decided step of the long road."""
-        before, num_losses = self.loss_scale.snapshot(), self.iteration.num_losses
-        return Outcome(step, self.names, before, is_fused=is_fused, num_losses=num_losses)
 
 
 # --- losses in containers -------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep._common.numbers import things
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Flags, Gradients, parameters, version_of
+from halfstep._gradients.gradients import NONE, Flags, Gradients, parameters
 from halfstep._gradients.norms import Norms
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar
@@ -105,19 +105,15 @@ class Entry:
                 factor = torch.where(is_left > 0, factor, 1.0)
             elif not is_left:
                 factor = 1.0
-            noted, before = self.versions, _versions(self.gradients)
+            noted, before = self.versions, self.gradients.versions()
             self.gradients.multiply_(factor)
-            rows = zip(noted, before, _versions(self.gradients), strict=True)
+            rows = zip(noted, before, self.gradients.versions(), strict=True)
             # Those that somebody else has written to must still be checked again.
             self.versions = [now if was == seen else seen for seen, was, now in rows]
             self.left_scaled_by = None
 
     def release(self) -> None:
         self.gradients, self.versions = NONE, []
-
-
-def _versions(gradients: Gradients) -> list[int]:
-    return list(map(version_of, gradients.grads))
 
 
 class Ledger:
@@ -148,7 +144,7 @@ class Ledger:
 
         ``versions``: theirs at that time, if it was not now.
         """
-        entry = Entry(gradients, check, left_scaled_by, versions or _versions(gradients))
+        entry = Entry(gradients, check, left_scaled_by, versions or gradients.versions())
         self.entries.append(entry)
         if self._fresh:
             for param in gradients.params:
@@ -189,7 +185,7 @@ class Ledger:
         checked: set[tuple[int, int]] = set()
         for entry in self.entries:
             checked.update(zip(map(id, entry.gradients.grads), entry.versions, strict=True))
-        now = zip(map(id, gradients.grads), _versions(gradients), strict=True)
+        now = zip(map(id, gradients.grads), gradients.versions(), strict=True)
         same = {key for key, _ in checked.intersection(now)}
         if len(same) == len(gradients.grads):
             return NONE

@@ -37,19 +37,22 @@ class Plan:
         is_fused: Whether it does.
         ranks: Who decides.
         param_ids: Those of its parameters.
+        is_measured_fast: Whether measuring norms is no slower than a check; None if not known.
+        versions: Those that its last usual call left in the gradients.
     """
 
     flag: object
     is_fused: bool
     ranks: Alone
     param_ids: frozenset[int]
+    is_measured_fast: bool | None
+    versions: list[int]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.id = weakref.ref(optimizer), id(optimizer)
         self.outcome: Outcome | None = None
         self.early_clipping = EarlyClipping()
         self.key: int | None = None
-        self._apart: set[int] = set()  # keys of plans that share no parameter
 
     def make(
         self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool
@@ -59,17 +62,9 @@ class Plan:
             return
         if [*map(id, members(optimizer))] == [id(optimizer)]:  # no container
             params = parameters(optimizer)
-            self.key, self.ranks, self._apart = key_of(params), ranks, set()
+            self.key, self.ranks, self.is_measured_fast = key_of(params), ranks, None
             self.param_ids = frozenset(map(id, params))
             self.is_fused, self.flag = is_fused, getattr(optimizer, HANDLES_SCALE, None)
-
-    def is_apart_from(self, other: Plan) -> bool:
-        """Return whether the two share no parameter, both with plans for usual steps."""
-        if self.key is None or other.key is None:
-            return False
-        if other.key not in self._apart and self.param_ids.isdisjoint(other.param_ids):
-            self._apart.add(other.key)
-        return other.key in self._apart
 
 
 class Journal:

@@ -17,16 +17,17 @@ from halfstep._gradients.scalars import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     Scalar,
+    as_tensor,
     checked_scale,
     describe,
     float32_bits,
     is_nonfinite,
-    is_readable,
+    reciprocal,
     zero_if_finite,
 )
 from halfstep._pytorch.amp import increment_version
 from halfstep._pytorch.devices import to_device
-from halfstep._pytorch.modes import is_inside_functorch
+from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 from halfstep._scaler.scale_state import (
     ScaleState,
     Schedule,
@@ -82,6 +83,7 @@ class LossScale:
     _loss_is_finite: bool | None = None  # as far as a step has read it
     _agreed_loss: Tensor | None = None
     _growth_tracker: Tensor | None = None  # once a kernel or existing code has asked
+    _inverse: Tensor | None = None
     _state: ScaleState
     _num_counted: int  # taken steps since that state
     _num_calm: int | None  # steps from now on that only count; None if not known
@@ -99,6 +101,7 @@ class LossScale:
     @state.setter
     def state(self, state: ScaleState) -> None:
         self._state, self._num_counted, self._num_calm = state, 0, None
+        self._inverse = None
 
     @property
     def growth_tracker(self) -> Tensor:
@@ -108,6 +111,14 @@ class LossScale:
             with torch.inference_mode(False):
                 self._growth_tracker = torch.full((), count, dtype=torch.int32, device=self.device)
         return self._growth_tracker
+
+    @property
+    def inverse(self) -> Tensor:
+        """1 / scale of the state, on the device, for gradients: made once for a state."""
+        if self._inverse is None:
+            with torch.inference_mode(False):
+                self._inverse = as_tensor(reciprocal(self._state.scale), self.device)
+        return self._inverse
 
     @property
     def can_amplify(self) -> bool:
@@ -133,16 +144,23 @@ class LossScale:
         type promotion with a float32 scalar applies. ``is_traced``: whether torch.compile is
         tracing.
         """
-        # torch.compile cannot trace is_readable(), nor is_inside_functorch() under torch.func.grad.
+        # torch.compile cannot trace is_jit_tracing(), nor is_inside_functorch() under
+        # torch.func.grad.
         if is_traced:
             self.see_loss(loss)
-        elif is_readable(loss):
+        elif (  # can it be read without a sync, and without being recorded?
+            self.is_here
+            and type(loss) is Tensor
+            and loss.is_cpu
+            and not loss.dim()
+            and not (num_dispatch_modes() or is_jit_tracing() or is_inside_functorch(loss))
+        ):
             number = loss.item()
             if number - number != 0.0:
                 self.bad_loss = torch.full_like(self.tensor, torch.nan)
                 self.has_loss, self._loss_is_finite = True, False
-            if self.is_here:  # nothing to move, and no dtype that wins over that of the scale
-                return loss * self.tensor
+            # Nothing to move, and no dtype that wins over that of the scale.
+            return loss * self.tensor
         elif not is_inside_functorch(loss):
             self.see_loss(loss)
         # Inductor of 2.13 removes a clone(), and the backward pass would then see a later scale. It
@@ -215,9 +233,7 @@ class LossScale:
         self._follow()
         return self.state.scale
 
-    def known(self) -> Scalar:
-        """Return the scale as a number if the host knows it, else as a tensor. Sync: none."""
-        return self.number()
+    known = number  # a number if the host knows it, else a tensor
 
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one on an accelerator."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power, things
-from halfstep._gradients.gradients import Gradients, Seen, collect, is_as_seen, seen
+from halfstep._gradients.gradients import Gradients, collect, grad_of, is_as_seen
 from halfstep._gradients.norms import Norms, norms_of
 from halfstep._gradients.optimizers import Names, writes_unscaled
 from halfstep._gradients.scalars import Scalar, round_to_float32
@@ -27,9 +27,10 @@ from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512
-_Kept: TypeAlias = tuple[list[Tensor], Norms | None, Scalar | None, list[Tensor], list[Seen]]
+_Refs: TypeAlias = list[weakref.ref[Tensor]]
+_Kept: TypeAlias = tuple[list[Tensor], Norms | None, Scalar | None, list[Tensor], _Refs, list[int]]
 """Parameters, what was measured, what the gradients are multiplied by if the step was skipped; some
-of the parameters, and their gradients as they were."""
+of the parameters, their gradients, and the versions of these."""
 
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
 
@@ -143,46 +144,49 @@ class Outcome:
     after: Snapshot | None = None
     """The state after ``update``."""
 
+    # Of a taken step that measured nothing, decided by the host alone.
+    _loss_is_finite: bool | None = True  # None if only the device knows if the step was skipped
+    _found_before: Scalar = 1.0
+    _agreements: Sequence[Agreement] = ()
+    _squares: Scalar | None = None
+    _measured_scale: Scalar = 1.0
+
     def __init__(
-        self,
-        step: Step,
-        names: Names,
-        before: Snapshot,
-        *,
-        is_fused: bool = False,
-        num_losses: int = 0,
+        self, step: Step, names: Names, *, is_fused: bool = False, versions: list[int] | None = None
     ) -> None:
         """Keep the results of a decided step; parameters instead of gradients, to save memory."""
-        optimizer, skip = step.optimizer, step.skip
+        optimizer, skip, norms = step.optimizer, step.skip, step.norms
         assert optimizer is not None
         assert skip is not None
         self.optimizer_name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
         self._names, self.loss_scale = names, step.loss_scale
-        self._before, self.num_losses = before, num_losses
-        # None if only the device knows whether the step was skipped.
-        self._loss_is_finite: bool | None = None
-        if not isinstance(skip, Tensor):
-            self._loss_is_finite = not skip or step.loss_scale.loss_is_finite()
+        self._before, self.num_losses = step.loss_scale.snapshot(), step.num_losses
+        self._is_fused = is_fused
         # Whether inf or NaN was found, also before the second look.
         self._found_inf = skip
-        self._found_before = 1.0 if step.found_inf is None else step.found_inf
-        self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
-        self._is_fused = is_fused
-        norms = step.norms
-        params, grads = step.gradients.params, step.gradients.grads
-        # The sum of squares as measured, and what the gradients were multiplied by.
-        self._squares = None if norms is None else norms.squares
-        self._measured_scale = 1.0 if norms is None or norms.scale is None else norms.scale
+        if step.found_inf is not None:
+            self._found_before = step.found_inf
+        if isinstance(skip, Tensor):
+            self._loss_is_finite = None
+        elif skip:
+            self._loss_is_finite = step.loss_scale.loss_is_finite()
+        if step.ranks.is_together:
+            self._agreements = step.agreements()
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
         # norms were measured, the gradients are not read again, and the first one suffices.
-        measured = params if norms is None else norms.params
+        gradients, some = step.gradients, slice(None)
         if norms is not None:
-            params, grads = params[:1], grads[:1]
-        elif len(grads) > NUM_WITNESSES:
-            params, grads = [params[0], params[-1]], [grads[0], grads[-1]]
+            # The sum of squares as measured, and what the gradients were multiplied by.
+            self._squares, some = norms.squares, slice(1)
+            self._measured_scale = 1.0 if norms.scale is None else norms.scale
+        elif len(gradients.grads) > NUM_WITNESSES:
+            some = slice(None, None, len(gradients.grads) - 1)
+        refs = list(map(weakref.ref, gradients.grads[some]))
+        versions = (versions or gradients.versions())[some]
+        params = gradients.params
         # Only of the last outcome of the optimizer.
-        self._kept: _Kept | None = (measured, norms, step.multiplier, params, seen(grads))
+        self._kept: _Kept | None = params, norms, step.multiplier, params[some], refs, versions
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -321,7 +325,7 @@ class Outcome:
     def _norms(self) -> list[float]:
         self._kept_params()  # raises if they are not kept
         assert self._kept is not None
-        params, measured, multiplier, _, _ = self._kept
+        params, measured, multiplier, *_ = self._kept
         if self._is_fused and not self.is_measured and self.taken:
             optimizer = self._optimizer()
             # Small float16 gradients may become zero when the optimizer unscales them.
@@ -375,8 +379,8 @@ def has_its_gradients(outcome: Outcome) -> bool:
     """Return whether the gradients are still those of the step. Sync: none."""
     if outcome._kept is None:
         return False
-    *_, params, grads = outcome._kept
-    return all(is_as_seen(was, param.grad) for param, was in zip(params, grads, strict=True))
+    *_, params, refs, versions = outcome._kept
+    return all(map(is_as_seen, zip(refs, versions, strict=True), map(grad_of, params)))
 
 
 def _numbers(outcome: Outcome) -> list[Scalar]:

@@ -172,11 +172,13 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return
-        if not hasattr(optimizer, "param_groups"):
-            require_optimizer("unscale_", optimizer)
-        if "_unscale_grads_" in self._overridden():
+        is_overridden = "_unscale_grads_" in self._overridden()
+        if not is_overridden and usual.unscale_(self._engine, optimizer):
+            return
+        require_optimizer("unscale_", optimizer)
+        if is_overridden:
             torch_amp.unscale_(self, optimizer)
-        elif not usual.unscale_(self._engine, optimizer):
+        else:
             step.unscale(self._engine, optimizer)
 
     @keep_out_of_graphs
@@ -222,15 +224,19 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return disabled.step(self._engine, optimizer, args, kwargs, max_norm)
-        if not hasattr(optimizer, "param_groups"):
-            require_optimizer("step", optimizer)
-        if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
-            max_norm = clipping.checked_max_norm(max_norm)
         overridden = self._overridden()
-        if overridden and max_norm is not None:
-            torch_amp.refuse(self, f"step(max_norm={max_norm})", torch_amp.CLIP)
         before, THIS_THREAD.stepping = THIS_THREAD.stepping, self
         try:
+            is_valid = max_norm is None or (type(max_norm) is float and max_norm >= 0.0)
+            if is_valid and not (args or kwargs or overridden):
+                result = usual.take(self._engine, optimizer, max_norm)
+                if result is not usual.NOT_USUAL:
+                    return result
+            require_optimizer("step", optimizer)
+            if not is_valid:
+                max_norm = clipping.checked_max_norm(max_norm)
+            if overridden and max_norm is not None:
+                torch_amp.refuse(self, f"step(max_norm={max_norm})", torch_amp.CLIP)
             if args or kwargs:
                 closure, others, kwargs = split_closure(args, kwargs)
                 if closure is not None:
@@ -238,10 +244,6 @@ class GradScaler(TorchAttributes):
                     return step_with_closure(
                         self._engine, optimizer, closure, others, kwargs, max_norm
                     )
-            if not (args or kwargs or overridden):
-                result = usual.take(self._engine, optimizer, max_norm)
-                if result is not usual.NOT_USUAL:
-                    return result
             is_fused = handles_scale(optimizer)
             if is_fused and id(optimizer) not in self._engine.journal.plans:
                 refuse_older_protocol(optimizer)

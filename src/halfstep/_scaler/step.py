@@ -57,6 +57,7 @@ from halfstep._scaler.iteration import (
     nothing_checked,
 )
 from halfstep._scaler.journal import Plan
+from halfstep._scaler.outcome import Outcome
 from halfstep.errors import CallOrderError, RanksError
 
 
@@ -249,7 +250,7 @@ def gather(
 def refuse_half(engine: Engine, step: Step) -> None:
     """Raise if float16 gradients would have to be unscaled in place."""
     gradients, optimizer = step.gradients, step.optimizer
-    if step.multiplier is not None and torch.float16 in gradients.dtypes:
+    if step.multiplier is not None and torch.float16 in {dtype for _, dtype in gradients.by_kind}:
         refuse_float16(gradients, name(optimizer), engine.names.of(gradients.params, optimizer))
 
 
@@ -298,7 +299,7 @@ def nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
     """Return flags, 1 if there is inf or NaN, from the faster of two kernels. Sync: none."""
     if not gradients.is_measured_fast():
         return list(gradients.check().values())
-    return [norms_of(gradients, None, device).found_inf]
+    return [norms_of(gradients, None, device).flag(device)]
 
 
 def measure(step: Step) -> Step:
@@ -310,12 +311,12 @@ def measure(step: Step) -> Step:
     norms = norms_of(step.gradients, multiplier, device if needs_own else None)
     finish = ranks.start_norm(norms, step.gradients, device) if ranks.is_together else None
     # The flags of the other ranks are reduced at the same time as their norms.
-    own = None if multiplier is None else _joined_check(step, [norms.found_inf])
+    own = None if multiplier is None else _joined_check(step, [norms.flag(device)])
     if finish is not None:
         squares = finish()
         norms = norms._replace(squares=squares, found_inf=scalars.flag_nonfinite(squares, device))
     if multiplier is None or own is None:
-        return step._replace(norms=norms, look=Check({device: norms.found_inf}))
+        return step._replace(norms=norms, look=Check({device: norms.flag(device)}))
     if step.is_first:
         own.first = norms.norm, largest(step.gradients, multiplier, device)
     return step._replace(norms=norms, own=own)
@@ -431,9 +432,9 @@ def step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | N
         scale = scalars.as_tensor(divisor, device)
     assert step.skip is not None
     flag = None
-    if own is not None and own.agreement is None and len(own.found_here) == 1:
-        # Does nothing else decide?
-        flag = own.found_here.get(device) if not step.earlier and step.look is None else None
+    if own is not None and own.agreement is None and not step.earlier and step.look is None:
+        # Nothing else decides.
+        flag = own.found_here.get(device) if len(own.found_here) == 1 else None
     if flag is None:
         flag = scalars.as_tensor(step.skip, device)
     optimizer: Any = step.optimizer
@@ -447,10 +448,11 @@ def remember(
     engine: Engine, optimizer: torch.optim.Optimizer, step: Step, plan: Plan, *, is_fused: bool
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    assert step.skip is not None
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
-    engine.journal.add(plan, engine.outcome_of(step, is_fused=is_fused))
+    step = step._replace(num_losses=engine.iteration.num_losses)
+    engine.journal.add(plan, Outcome(step, engine.names, is_fused=is_fused))
+    assert step.skip is not None
     engine.iteration.keep(step, OptState.STEPPED)
     if engine.buffers.watched:
         engine.buffers.restore(step.skip)

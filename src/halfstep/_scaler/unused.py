@@ -112,7 +112,7 @@ class UnusedGradients:
                 if scale is None:
                     scale = self._loss_scale.known()
                 multiplier = scale if entry is None else 1.0
-                as_seen = seen([param.grad])[0]
+                as_seen = seen(param.grad)
                 arguments = name(optimizer), self._loss_scale, as_seen, multiplier, multiplier
                 found.append((param, Unused(*arguments)))
         return found

@@ -8,30 +8,33 @@ NaN, from there on. Both give the same numbers, bit for bit.
 
 from __future__ import annotations
 
+import math
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
-from halfstep._gradients.gradients import Gradients, collect, grad_of, version_of
-from halfstep._gradients.norms import clip_coefficient, norms_of
+from halfstep._gradients.gradients import Gradients, collect, grad_of
+from halfstep._gradients.norms import Norms, clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE
-from halfstep._gradients.scalars import Scalar, any_of, reciprocal, scalar
+from halfstep._gradients.scalars import Scalar, any_of, reciprocal
 from halfstep._pytorch.distributed import has_process_group, key_of
-from halfstep._scaler.engine import Engine, Usual
+from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Check, Step
 from halfstep._scaler.journal import Plan
 from halfstep._scaler.loss_scale import Snapshot
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.step import failed, finish, multiply_, nonfinite, read, step_fused
+from halfstep._scaler.step import failed, finish, multiply_, read, step_fused
 
 NOT_USUAL = object()
+_Found: TypeAlias = tuple[Plan, Snapshot, Gradients]
 USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
 
 
-def unscale_(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+def unscale_(engine: Engine, optimizer: Optimizer) -> bool:
     """Divide gradients by the scale; return False, with nothing done, if that is not usual.
 
     Sync: none.
@@ -39,37 +42,27 @@ def unscale_(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
     found = None if id(optimizer) in engine.usual else _gather(engine, optimizer)
     if found is None:
         return False
-    plan, before, gradients = found
-    is_here = engine.loss_scale.is_here
-    scale = before[0].scale if is_here else engine.loss_scale.tensor  # type: ignore[index]
-    step = Step(
-        optimizer,
-        engine.loss_scale,
-        gradients,
-        own=Check(gradients.multiply_(reciprocal(scale))),
-        ranks=plan.ranks,
-        stage=OptState.UNSCALED,
-        num_losses=engine.current.num_losses,
-    )
-    engine.usual[id(optimizer)] = Usual(plan, step, list(map(version_of, gradients.grads)))
+    _keep(engine, found[0], _checked(engine, optimizer, found, OptState.UNSCALED, None))
     return True
 
 
-def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
+def take(engine: Engine, optimizer: Optimizer, max_norm: float | None) -> Any:
     """Take a usual step; return ``NOT_USUAL``, with nothing done, if it is not one.
 
     Sync: one on an accelerator, none for an optimizer that handles the scale itself.
     """
-    unscaled = engine.usual.get(id(optimizer))
-    found = _gather(engine, optimizer) if unscaled is None or max_norm is None else None
+    found = _gather(engine, optimizer)
     if found is None:
         return NOT_USUAL
     plan, before, gradients = found
-    loss_scale, is_fused, make_step = engine.loss_scale, plan.is_fused, optimizer.step
+    unscaled = engine.usual.get(id(optimizer))
     if unscaled is None:
-        step = _checked(engine, optimizer, *found, is_measured=max_norm is not None)
+        step = _checked(engine, optimizer, found, OptState.STEPPED, max_norm)
+    elif max_norm is None:
+        step = _checked_again(engine, *unscaled)
     else:
-        step = _checked_again(unscaled)
+        return NOT_USUAL
+    loss_scale, is_fused, make_step = engine.loss_scale, plan.is_fused, optimizer.step
     norm = None if step.norms is None or max_norm is None else step.norms.norm
     is_written = False
     if not (loss_scale.is_here or is_fused):
@@ -98,79 +91,105 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         plan.ranks.agree_on(loss_scale, {})
         if engine.buffers.watched:
             engine.buffers.restore(step.skip)
-    outcome = Outcome(step, engine.names, before, is_fused=is_fused, num_losses=step.num_losses)
-    engine.journal.add(plan, outcome)
     # Who writes to a shared gradient from now on has it checked again.
-    versions = list(map(version_of, gradients.grads))
-    engine.usual[id(optimizer)] = Usual(plan, step, versions, outcome)
+    _keep(engine, plan, step)
+    outcome = Outcome(step, engine.names, is_fused=is_fused, versions=plan.versions)
+    engine.journal.add(plan, outcome)
     return result
 
 
+def _keep(engine: Engine, plan: Plan, step: Step) -> None:
+    """Record a usual call, for the long road and for ``update``."""
+    plan.versions = step.gradients.versions()
+    engine.usual[id(step.optimizer)] = plan, step
+
+
+def _clean(engine: Engine, norms: Norms | None = None) -> Check:
+    """Return a check with what the norms have found, else flags of 0; a device makes its own."""
+    device = engine.loss_scale.device
+    if norms is not None and (norms.found_inf is not None or not math.isfinite(norms.squares)):
+        return Check({device: norms.flag(device)})
+    if engine.clean:
+        return engine.clean.pop()
+    if not engine.loss_scale.is_here:
+        return Check({})
+    with torch.inference_mode(False):
+        return Check({device: torch.zeros((), dtype=torch.float32, device=device)})
+
+
 def _checked(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    before: Snapshot,
-    gradients: Gradients,
-    *,
-    is_measured: bool,
+    engine: Engine, optimizer: Optimizer, found: _Found, stage: OptState, max_norm: float | None
 ) -> Step:
-    """Return the step of scaled gradients, which are checked, and divided for a plain step."""
+    """Return the step of scaled gradients, which are checked.
+
+    They are also divided, unless an optimizer handles the scale or will be given the norm, too.
+    """
+    plan, before, gradients = found
     loss_scale, device, norms = engine.loss_scale, engine.loss_scale.device, None
+    is_fused = plan.is_fused and stage is OptState.STEPPED
     is_known = loss_scale.is_here or not plan.is_fused  # does the host learn whether to skip?
-    scale: Scalar = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
+    scale: Scalar = loss_scale.tensor
+    if is_known or is_fused:
+        scale = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
     multiplier: Scalar | None = scale
-    if is_measured or (plan.is_fused and gradients.is_measured_fast()):
+    if is_fused and plan.is_measured_fast is None:
+        plan.is_measured_fast = gradients.is_measured_fast()
+    if max_norm is not None or (is_fused and plan.is_measured_fast):
         norms = norms_of(gradients, scale, device)
-        own = Check({device: norms.found_inf})
-    elif plan.is_fused:
-        own = Check(gradients.check())
+        own = _clean(engine, norms)
     else:
-        own, multiplier = Check(gradients.multiply_(reciprocal(scale))), None
+        own = _clean(engine)
+        if is_fused:
+            gradients.check(own.found_here)
+        else:
+            factor = loss_scale.inverse if is_known else reciprocal(scale)
+            gradients.multiply_(factor, flags=own.found_here)
+            multiplier = None
     flag = own.found_here[device]
     return Step(
         optimizer,
         loss_scale,
         gradients,
-        scale,
+        scale if stage is OptState.STEPPED else None,
         multiplier,
         own=own,
         norms=norms,
         ranks=plan.ranks,
-        stage=OptState.STEPPED,
+        stage=stage,
         num_losses=engine.current.num_losses,
         skip=flag.item() if loss_scale.is_here else flag,
     )
 
 
-def _checked_again(unscaled: Usual) -> Step:
+def _checked_again(engine: Engine, plan: Plan, step: Step) -> Step:
     """Return the step of gradients that ``unscale_`` has divided; check what was written since."""
-    plan, step, versions, _ = unscaled
     device, is_here, written = step.loss_scale.device, step.loss_scale.is_here, step.gradients
     if is_here and not has_process_group():
-        written = written.written_since(versions)
-    (flag,) = step.checks[0].found_here.values()
+        written = written.written_since(plan.versions)
     if not written.grads:
-        return step._replace(stage=OptState.STEPPED, skip=scalar(flag))
-    (later,) = nonfinite(written, device)
+        return step._replace(stage=OptState.STEPPED)
+    if written.is_measured_fast():
+        look = _clean(engine, norms_of(written, None, device))
+    else:
+        look = _clean(engine)
+        written.check(look.found_here)
+    flag, later = step.skip, look.found_here[device]
+    assert flag is not None
     skip: Scalar = later
-    if is_here:
-        skip = max(flag.item(), later.item())
+    if not isinstance(flag, Tensor):
+        skip = max(flag, later.item())
     elif plan.is_fused:
         skip = any_of([flag, later], device)
-    look, found_inf = Check({device: later}), scalar(flag)
-    return step._replace(look=look, stage=OptState.STEPPED, skip=skip, found_inf=found_inf)
+    return step._replace(look=look, stage=OptState.STEPPED, skip=skip, found_inf=flag)
 
 
-def _on_long_road(step: Step, unscaled: Usual | None) -> Step:
+def _on_long_road(step: Step, unscaled: tuple[Plan, Step] | None) -> Step:
     """Return what the long road goes on from: what ``unscale_`` has found came earlier."""
     step.ranks.agree_on(step.loss_scale, {})
     return step if unscaled is None else step._replace(own=None, earlier=step.checks)
 
 
-def _gather(
-    engine: Engine, optimizer: torch.optim.Optimizer
-) -> tuple[Plan, Snapshot, Gradients] | None:
+def _gather(engine: Engine, optimizer: Optimizer) -> _Found | None:
     """Return the plan, the state and the gradients of a usual step; None if it is not one."""
     plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
     if plan is None or plan.key is None or not engine.is_usual:
@@ -178,8 +197,9 @@ def _gather(
     before = loss_scale.calm(is_fused=plan.is_fused)
     if before is None:
         return None
-    for each in engine.usual.values():
-        if each.plan is not plan and not plan.is_apart_from(each.plan):
+    for other, _ in engine.usual.values():
+        is_apart = other.key is not None and plan.param_ids.isdisjoint(other.param_ids)
+        if not is_apart and other is not plan:
             return None
     params: list[Tensor] = []
     is_fused = plan.is_fused
@@ -194,10 +214,11 @@ def _gather(
         return None
     known = engine.usual.get(id(optimizer))
     if known is not None:
-        gradients = known.step.gradients
+        gradients = known[1].gradients
         grads = [grad for grad in map(grad_of, params) if grad is not None]
         is_same = len(grads) == len(gradients.grads) and all(map(is_, grads, gradients.grads))
-        return (plan, before, gradients) if is_same and known.outcome is None else None
+        is_unscaled = known[1].stage is OptState.UNSCALED
+        return (plan, before, gradients) if is_same and is_unscaled else None
     gradients = collect(params)
     for device, dtype in gradients.by_kind:
         if device != loss_scale.device or dtype not in USUAL_DTYPES:
