@@ -124,6 +124,15 @@ def test_a_process_says_what_went_bad(options, method, function, said, halfstep_
     assert f"halfstep: process-1, {said}" in done.err
 
 
+def test_each_line_names_its_process(halfstep_run):
+    """Also one that is said before the first step."""
+    done = halfstep_run("-o", "x", "--guard", PROCESSES, "spawn", "train", "--alone", 2, 3, 4)
+    lines = [line.removeprefix("halfstep: ") for line in done.err.splitlines()]
+    assert [line.partition("--")[0] for line in lines[:-1]] == ["", "process-1, ", "process-2, "]
+    assert lines[-1].startswith("main process: 2 steps recorded, 0 skipped; ")
+    assert lines[-1].endswith("; 2 processes that it started recorded too: halfstep report x")
+
+
 def hooked(folder: Path, *more: object) -> dict[str, str]:
     """Return the environment of a process of a run, with folders that are searched for modules."""
     from halfstep._tools.run.session import HOOK, VARIABLE

@@ -116,8 +116,8 @@ def test_forks_record_themselves(halfstep_run, tmp_path):
     )
     done = halfstep_run("-o", "record", "train.py")
     assert done.err == (
-        "halfstep: 1 step recorded, 0 skipped, and 2 processes that the program started; "
-        "all products ran in bfloat16: halfstep report record\n"
+        "halfstep: main process: 1 step recorded, 0 skipped; all products ran in bfloat16; "
+        "2 processes that it started recorded too: halfstep report record\n"
     )
     for name, steps in ("record", 1), ("record/process-1", 90), ("record/process-2", 70):
         kinds = [event["event"] for event in events(tmp_path / name)]

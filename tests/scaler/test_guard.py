@@ -75,7 +75,7 @@ def test_bad_steps_are_left_out_and_others_are_as_without_it(
 
 
 @pytest.mark.parametrize("schedule", ["none", "made before", "made after"])
-def test_each_skip_is_told_with_the_parameter_and_the_line(schedule: str) -> None:
+def test_the_first_skip_names_the_parameters_and_later_ones_are_counted(schedule: str) -> None:
     """A schedule wraps ``step``, and accelerate hides the warnings of its module."""
     model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,21 +84,23 @@ def test_each_skip_is_told_with_the_parameter_and_the_line(schedule: str) -> Non
     guard(optimizer, module=model)
     if schedule == "made after":
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for _ in range(2):
-        backward(model, 0)
-        optimizer.step()
-        backward(model, 1, is_bad=True)
-        with pytest.warns(SkippedStepsWarning) as told:
+    with warnings.catch_warnings(record=True, action="always") as told:
+        for is_bad in (True, False) * 9:
+            backward(model, 0, is_bad=is_bad)
             optimizer.step()
-        (warning,) = told
-        assert warning.filename == __file__
-        text = str(warning.message)
-        assert "skipped (SGD); reason: inf or NaN in the gradients\n" in text
-        assert "2.weight: 8 NaN of 8 entries" in text
-        assert "scale" not in text
+    assert {(each.filename, each.category) for each in told} == {(__file__, SkippedStepsWarning)}
+    first, *later = [str(warning.message) for warning in told]
+    assert first.startswith("step 1 was skipped (SGD); reason: inf or NaN in the gradients\n")
+    assert "2.weight: 8 NaN of 8 entries" in first
+    assert "scale" not in first
+    assert later == [
+        f"step {2 * n - 1} was skipped (SGD), {n} of {2 * n - 1} so far; reason: inf or NaN in the "
+        "gradients"
+        for n in (2, 4, 8)
+    ]
 
 
-def test_each_of_many_in_a_row_is_told() -> None:
+def test_each_of_many_in_a_row_is_reported() -> None:
     model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[int] = []

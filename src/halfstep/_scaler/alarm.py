@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from halfstep._common.numbers import power, things
+from halfstep._common.numbers import count, power, things
 from halfstep._common.text import warn
 from halfstep._gradients.scalars import checked_count
 from halfstep._scaler.journal import OBSERVERS, Journal
@@ -80,6 +80,7 @@ class SkipReport:
         rank: The first rank that found inf or NaN; None with one rank or if all have the same
             gradients.
         is_diagnosing: Whether steps that go bad are replayed, so that their cause is not guessed.
+        num_skipped: Number of all skipped steps until now.
     """
 
     skipped_in_a_row: int
@@ -90,11 +91,23 @@ class SkipReport:
     optimizers: tuple[str, ...]
     rank: int | None = None
     is_diagnosing: bool = False
+    num_skipped: int = 0
+
+    @property
+    def cure(self) -> str:
+        """What to try."""
+        if self.is_diagnosing:
+            return DIAGNOSED
+        if self.scale is None:
+            return UNSCALED
+        return BELOW_1 if self.reason is Reason.OVERFLOW and self.scale < 1 else CURES[self.reason]
 
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1
         steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
         what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else "skipped"
+        if self.num_skipped > self.skipped_in_a_row:
+            what += f", {count(self.num_skipped)} of {count(last)} so far"
         if self.scale is None:
             lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
         elif self.is_diagnosing:
@@ -110,10 +123,7 @@ class SkipReport:
             lines += [f"  {culprit}" for culprit in self.culprits[:NUM_NAMED]]
             if len(self.culprits) > NUM_NAMED:
                 lines.append(f"  and {len(self.culprits) - NUM_NAMED} more")
-        cure = UNSCALED if self.scale is None else CURES[self.reason]
-        if self.reason is Reason.OVERFLOW and self.scale is not None and self.scale < 1.0:
-            cure = BELOW_1
-        lines.append(f"What to try: {DIAGNOSED if self.is_diagnosing else cure}.")
+        lines.append(f"What to try: {self.cure}.")
         return "\n".join(lines)
 
 
@@ -141,6 +151,7 @@ class Alarm:
         self._next_length = self.max_consecutive_skips  # of a run of skips at which to speak next
         self._depth = 0  # how far this run has come
         self._num_deep = 0  # how often runs have come to a new depth
+        self._said: object = None  # the causes and the cure of the last warning
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
         """Raise the alarm if it is due; call this after an iteration.
@@ -180,7 +191,7 @@ class Alarm:
         return is_due
 
     def speak(self, report: SkipReport, *, is_proven: bool) -> None:
-        """Warn, raise or call, as the user chose.
+        """Warn, raise or call, as the user chose. A warning like the last one is one line.
 
         "raise" only warns in two cases: if the script left out the steps itself, and up to
         ``max_consecutive_skips`` unless all scales down to ``min_scale`` were tried in vain.
@@ -194,7 +205,9 @@ class Alarm:
         ):
             raise SkippedStepsError(str(report))
         else:
-            warn(str(report), SkippedStepsWarning)
+            text, before = str(report), self._said
+            self._said = report.rank, report.cure, [culprit.name for culprit in report.culprits]
+            warn(text if self._said != before else text.split("\n")[0], SkippedStepsWarning)
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
@@ -209,4 +222,5 @@ def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
         optimizers=tuple(outcome.optimizer_name for outcome in skipped),
         rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
         is_diagnosing=any(observer.is_diagnosing for observer in OBSERVERS),
+        num_skipped=state.num_skipped,
     )

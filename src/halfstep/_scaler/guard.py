@@ -23,7 +23,8 @@ from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
-from halfstep._scaler.journal import THIS_THREAD
+from halfstep._scaler.journal import THIS_THREAD, Journal
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.scale_state import Static
 from halfstep._scaler.scaler import GradScaler
@@ -55,8 +56,8 @@ def guard(
         optimizer: The optimizer. It is changed in place; :meth:`Guard.remove` undoes that.
         max_norm: Clip the norm of the gradients to this value; ``math.inf`` only measures it. None
             does neither.
-        on_skips: The action at every skipped step: ``"warn"``, ``"raise"``, or a function that
-            takes a report, as for :class:`GradScaler`.
+        on_skips: The action at every skipped step: ``"raise"``, or a function that takes a report,
+            as for :class:`GradScaler`. ``"warn"`` warns of the 1st, 2nd, 4th, 8th, ... only.
         module: The module that supplies the names of the parameters, and whose buffers a skipped
             step restores, as for :class:`GradScaler`.
         process_group: The ranks that decide together, as for :class:`GradScaler`.
@@ -118,18 +119,22 @@ class GuardScaler(GradScaler):
 
 
 class _Alarm(Alarm):
-    """An alarm that reports every skipped step and mentions no scale."""
+    """An alarm about every skipped step; it warns of the 1st, 2nd, 4th, 8th, ... only."""
 
-    _last = 0  # the last reported step
+    _num = _num_reported = 0  # of skipped steps, as far as the host knows
+
+    def sound(self, scale: LossScale, journal: Journal) -> None:
+        self._num = scale.state.num_skipped
+        super().sound(scale, journal)
 
     def note(self, skipped_in_a_row: int, depth: int) -> bool:
-        return skipped_in_a_row > 0
+        num, before = self._num, self._num_reported
+        if self.on_skips == "warn":
+            num, before = num.bit_length(), before.bit_length()
+        return skipped_in_a_row > 0 and num > before
 
     def speak(self, report: SkipReport, *, is_proven: bool) -> None:
-        last = report.since + report.skipped_in_a_row - 1
-        if last == self._last:  # no newer state has arrived on the host
-            return
-        self._last = last
+        self._num_reported = self._num
         super().speak(replace(report, scale=None), is_proven=True)
 
 

@@ -123,10 +123,12 @@ class RecordOfProcess(record):
     does a process that has no rank.
     """
 
-    def __init__(self, options: Options, folder: Path, *, is_child: bool) -> None:
+    def __init__(
+        self, options: Options, folder: Path, begun: Callable[[], None], *, is_child: bool
+    ) -> None:
         sinks = [RunSink(name, folder, is_child=is_child) for name in options.sinks]
         super().__init__(folder, every=options.every, sinks=sinks)
-        self._is_child, self._run_as = is_child, options.run_as
+        self._is_child, self._run_as, self._begun = is_child, options.run_as, begun
         self.file: Path | None = None  # before the first step
 
     @property
@@ -145,6 +147,7 @@ class RecordOfProcess(record):
     def _opened(self) -> LineWriter | LateWriter:
         writer = super()._writer()
         self.file = file_of(self.path, machine.rank())
+        self._begun()
         return writer
 
     def _begin(self) -> LineWriter | LateWriter:
@@ -174,6 +177,7 @@ class Session:
         self._is_policy_checked = False
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
+        self._unsaid: list[str] = []  # until the name of this process is known
         self._stack = ExitStack()
         stem = "" if command is None else command.stem  # other processes are given the folder
         self._shown_folder = options.folder or make_folder(stem, os.environ, os.getppid())
@@ -199,12 +203,14 @@ class Session:
             self._close_with_multiprocessing()
 
     def _begin_record(self) -> RecordOfProcess:
-        is_child = self._command is None
-        return RecordOfProcess(self._options, self._folder, is_child=is_child).__enter__()
+        begun, is_child = self._print_unsaid, self._command is None
+        made = RecordOfProcess(self._options, self._folder, begun, is_child=is_child)
+        return made.__enter__()
 
     def _begin_in_fork(self) -> None:
         """Let go of the parent's record in a fork of this process, and begin another one."""
         self._command, self._is_closed = None, not self._options.has_children
+        self._unsaid = []
         self._unlock()
         self._record.leave()
         if self._options.has_children:
@@ -365,11 +371,12 @@ class Session:
         if self._watch is not None:
             num = len(self._watch.found)
             diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
-        more = f", and {others} that the program started" if of_others else ""
         seen = self._record.seen
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""
-        had = recorded(steps, self._record.num_skipped, seen)
-        return f"{had}{diagnosed}{more}{ran}: {view}"
+        what = f"{recorded(steps, self._record.num_skipped, seen)}{diagnosed}{ran}"
+        if of_others:
+            what = f"main process: {what}; {others} that it started recorded too"
+        return f"{what}: {view}"
 
     def _say(self, text: str) -> None:
         """Print a message that is the same on all ranks, once."""
@@ -382,19 +389,26 @@ class Session:
             self._say(text)
 
     def _say_of_process(self, text: str) -> None:
-        """Print a message that may differ between processes, with the process."""
-        folder, is_rank = self._record.path, machine.num_ranks() > 1
-        whose = f"{folder.name}, " if folder != self._folder else ""  # as in the report
-        whose += f"rank {machine.rank()}, " if is_rank else ""
+        """Print a message that may differ between ranks, with the rank."""
         if not self._options.is_quiet:
-            self._print(f"{whose}{text}")
+            is_rank = machine.num_ranks() > 1
+            self._print(f"rank {machine.rank()}, {text}" if is_rank else text)
 
     def _print(self, text: str) -> None:
+        self._unsaid.append(text)
+        if self._command is not None or self._record.file is not None or self._is_closed:
+            self._print_unsaid()
+
+    def _print_unsaid(self) -> None:
+        texts, self._unsaid = self._unsaid, []
+        folder = self._record.path
+        name = f"{folder.name}, " if folder != self._folder else ""  # as in the report
         # A process of the program that made no step, such as a loader's worker, says nothing.
         is_bystander = self._command is None and self._is_closed and not self._record.num_steps
         if self._stderr is not None and not is_bystander:
-            with suppress(OSError, ValueError):  # stderr was closed by the script or its reader
-                tell(f"halfstep: {text}", self._stderr, flush=True)
+            for text in texts:
+                with suppress(OSError, ValueError):  # stderr was closed by the script or its reader
+                    tell(f"halfstep: {name}{text}", self._stderr, flush=True)
 
 
 def _require_same_program(file: Path, target: str) -> None:
