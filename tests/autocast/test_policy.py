@@ -293,7 +293,7 @@ def test_a_file(tmp_path: Path) -> None:
         ('["exp"]', '["e xp"]', r", line 9: a rule names an op such as .* got 'e xp'"),
         ('["exp"]', '"exp"', r", line 9: a table of rules needs ops = "),
         ('["exp"]', '["exq"]', r"there is no op 'exq'; did you mean"),
-        ('["exp"]', '["exp"', r"line 10"),
+        ('["exp"]', '["exp"', r": not TOML: .*line 10"),
         ("[[rules]]", "[rules]", r"line"),
     ],
 )

@@ -225,7 +225,7 @@ def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{source}: {error}") from error
+        raise ValueError(f"{source}: not TOML: {error}") from error
     lines = text.splitlines()
     place = _Position(lines, source, 0)
     for key in table.keys() - {"preset", "rules"}:
