@@ -8,6 +8,7 @@ import contextlib
 import functools
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,7 +80,6 @@ EXPECTED = {
     "two_optimizers": Expected(
         "--steps 600", r"off the circle by (\S+)", 3, "scale step scale step update"
     ),
-    "why_nan": Expected("--steps 100", r"step +\d+ +loss +(\S+)", 10),
     "why_is_it_slow": Expected("--steps 100", r"step +\d+ +loss +(\S+)", 2, "", torch.bfloat16),
 }
 
@@ -357,10 +357,8 @@ def test_by_hand_equals_the_scaler(watch: Callable[..., Watched]) -> None:
 
 def test_by_hand_notices_a_difference(watch, monkeypatch):
     scale = halfstep.GradScaler.scale
-    off_by_one_bit = 1 + 2.0**-23
-    monkeypatch.setattr(
-        halfstep.GradScaler, "scale", lambda self, loss: scale(self, loss) * off_by_one_bit
-    )
+    one_bit = 1 + 2.0**-23
+    monkeypatch.setattr(halfstep.GradScaler, "scale", lambda *given: scale(*given) * one_bit)
     with pytest.raises(AssertionError, match="static: the runs differ"):
         watch("by_hand", "--steps 20")
 
@@ -381,24 +379,28 @@ def test_cpu_bf16_shows_the_dtypes() -> None:
 # --- under halfstep run ---------------------------------------------------------------------------
 
 
-def report_of_agent(folder: Path, *arguments: str) -> str:
-    script = [FOLDER / "run" / "agent.py", "--steps", "110", *arguments]
-    for command in (["run", "-q", "-o", folder, "--every", "20", *script], ["report", folder]):
-        told = printed_by("-m", "halfstep", *command, cwd=folder)
-    assert (folder / "report.html").exists()
-    return told
+@pytest.mark.parametrize(
+    ("unit", "says"),
+    [
+        ("1", r"warning: .*`blocks\.3\.\w+\.weight` .* than 2\^2 would overflow\. Keep `value`, w"),
+        ("1e7", r"good: Precision: fine\. "),
+    ],
+)
+def test_the_report_of_the_agent(tmp_path: Path, unit: str, says: str) -> None:
+    script = FOLDER / "run" / "agent.py", "--steps", "110", "--unit", unit
+    for words in (["run", "-q", "-o", tmp_path, "--every", "20", *script], ["report", tmp_path]):
+        told = printed_by("-m", "halfstep", *words, cwd=tmp_path)
+    assert re.match(says, told)
+    assert ("grown); it began in `value`" in told) == (unit == "1")
 
 
-def test_the_report_tells_why_the_agent_trains_badly(tmp_path: Path) -> None:
-    told = report_of_agent(tmp_path)
-    first, *_ = told.splitlines()
-    assert re.match(r"warning: \S+ % of the gradient entries of `blocks\.3\.\w+\.weight` ", first)
-    assert "a larger scale than 2^2 would overflow. Keep `value`, where larger scales" in first
-    assert re.search(r"after the scale had grown\); it began in `value`", told)
-
-
-def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
-    assert report_of_agent(tmp_path, "--unit", "1e7").startswith("good: Precision: fine. ")
+def test_the_first_command_of_the_readme_prints_its_cure(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(FOLDER)
+    readme = (FOLDER.parent / "README.md").read_text()
+    first, *shown, cure = re.search(r"\$ (.*\n[^`]+`mul`[^`]+)```", readme)[1].splitlines()
+    runs = [forked.python("-m", *shlex.split(line), cwd=tmp_path) for line in (first, cure)]
+    assert {*shown[:3], cure} <= {*runs[0].err.splitlines()}  # the numbers are the machine's
+    assert [each.out.split()[-1][:4] for each in runs] == ["nan", "0.00"]
 
 
 # --- and halfstep.tune ----------------------------------------------------------------------------

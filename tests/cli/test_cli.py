@@ -51,6 +51,8 @@ def test_help_is_a_command_too(command, capsys):
     ("arguments", "words"),
     [
         (["help", "reprot"], "'reprot': choose one of run, report, "),
+        (["report", "a", "b"], "arguments: b; to compare them: halfstep report a --against b"),
+        (["policy"], "are required: show"),
         (["tune", "train.py:make"], "tune is a function: print(halfstep.tune(model, batches, loss"),
     ],
 )

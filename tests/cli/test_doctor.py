@@ -139,6 +139,17 @@ def test_what_cannot_be_read_is_an_error_of_usage(tmp_path, capsys, content, mes
     assert message in captured.err
 
 
+@pytest.mark.parametrize(("other", "prints"), [(BAD, "[scaler-bypassed]"), ("a = 1", "train.py: ")])
+def test_the_other_files_are_read_all_the_same(tmp_path, capsys, other, prints) -> None:
+    unread, script = tmp_path / "not.py", tmp_path / "train.py"
+    unread.write_text("with x\n")
+    script.write_text(other)
+    assert main(["doctor", "--no-machine", str(unread), str(script)]) == 2
+    captured = capsys.readouterr()
+    assert prints in captured.out
+    assert captured.err.startswith(f"halfstep doctor: {unread}:1: not Python")
+
+
 @pytest.mark.parametrize("command", [["doctor", "--no-machine"], ["run"]])
 def test_a_folder_is_no_script(tmp_path, capsys, command) -> None:
     (tmp_path / "train.py").touch()

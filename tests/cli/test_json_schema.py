@@ -47,7 +47,7 @@ def test_a_comparison_holds_to_it(tmp_path):
     "words",
     [
         "doctor",
-        "doctor --no-machine examples/why_nan.py",
+        "doctor --no-machine examples/run/why_nan.py",
         "doctor --no-machine {clips}",
     ],
 )

@@ -613,7 +613,7 @@ def test_a_trace_is_left_in_its_thread(model: nn.Sequential) -> None:
         thread.join()
         model(torch.ones(1, 8))
     assert "in a thread that did not enter it" in errors[0]
-    assert repr(t) == "<trace: 5 ops, no policy>"
+    assert repr(t) == "<trace: 5 ops, no policy: table(), rows()>"
     assert kernels._observer is None
 
 
@@ -761,6 +761,9 @@ def test_modules_that_differ_in_an_index_share_a_block() -> None:
     assert "_scaled_dot_pro..tention_for_cpu  2" in text
     norm = lines[lines.index("  blocks.*.norm1  x2") + 1]
     assert norm.split()[:2] == ["native_layer_norm", "2"]
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+    lines = traced(nn.Sequential(*blocks), torch.ones(3, 8)).table().splitlines()
+    assert {"  *.0  x2", "  *.1  x2"} <= {*lines}  # one index differs, the other does not
 
 
 def test_columns_without_content_are_left_out(model: nn.Sequential) -> None:

@@ -83,6 +83,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             command: _Parser = getattr(arguments, "parser", self)
             near = did_you_mean(unknown[0].partition("=")[0], options_of(command))
+            if (path := getattr(arguments, "run_path", None)) and unknown[0][:1] != "-":
+                near = f"; to compare them: halfstep report {path} --against {unknown[0]}"
             command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return arguments
 

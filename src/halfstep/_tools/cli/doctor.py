@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ To ignore a finding, put a comment in its line, with the name in brackets:
 docs/doctor.toml has a section on each finding.
 
 Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
-file cannot be read.
+file cannot be read; the others are read all the same.
 
 examples:
   halfstep doctor train.py                 a script and the machine
@@ -49,14 +48,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_machine and not arguments.scripts:
         raise CommandError("--no-machine leaves nothing to do: name a script")
     machine = None if arguments.no_machine else _measured()
-    checkup = _read(arguments.scripts, machine)
+    checkup, unread = _read(arguments.scripts, machine)
+    scripts = [path for path in arguments.scripts if path not in unread]
+    problem = CommandError("\n".join(unread.values()))
+    if unread and not scripts:
+        raise problem
     if arguments.json:
         print(_json(machine, checkup))
     else:
         parts = [] if machine is None else ["\n".join(_machine_lines(machine))]
-        if arguments.scripts:
-            parts.insert(0, str(checkup) if checkup else _nothing_found(arguments.scripts))
+        if scripts:
+            parts.insert(0, str(checkup) if checkup else _nothing_found(scripts))
         tell("\n\n".join(parts))
+    if unread:
+        raise problem
     return 0 if checkup.is_well else 1
 
 
@@ -69,29 +74,23 @@ def _nothing_found(scripts: list[Path]) -> str:
     return f"{files}: nothing was checked: no autocast, scaler, optimizer or backward()"
 
 
-def _read(scripts: list[Path], machine: MachineReport | None) -> Checkup:
+def _read(scripts: list[Path], machine: MachineReport | None) -> tuple[Checkup, dict[Path, str]]:
+    """Return the findings of the scripts, and why those that cannot be read cannot."""
     from halfstep._tools.doctor.doctor import check_file
     from halfstep._tools.doctor.finding import Checkup
 
-    findings = []
+    findings, unread = [], {}
     for path in scripts:
-        with _readable(path):
+        try:
             findings += check_file(path, machine)
-    return Checkup(findings)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn errors of reading, parsing and writing a script into those of the command."""
-    try:
-        yield
-    except OSError as error:
-        raise CommandError(f"{path}: {reason(error, path)}") from None
-    except SyntaxError as error:
-        line = "" if error.lineno is None else f":{error.lineno}"
-        raise CommandError(f"{path}{line}: not Python: {error.msg}") from None
-    except ValueError as error:  # a file with null bytes
-        raise CommandError(f"{path}: not Python: {error}") from None
+        except OSError as error:
+            unread[path] = f"{path}: {reason(error, path)}"
+        except SyntaxError as error:
+            line = "" if error.lineno is None else f":{error.lineno}"
+            unread[path] = f"{path}{line}: not Python: {error.msg}"
+        except ValueError as error:  # a file with null bytes
+            unread[path] = f"{path}: not Python: {error}"
+    return Checkup(findings), unread
 
 
 # --- the machine ----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ More: docs/policies.md.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="verb", title="verbs", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", title="verbs", metavar="show", required=True)
 
     show = verbs.add_parser("show", help="print the rules, or the rule that decides for one op")
     show.set_defaults(parser=show)

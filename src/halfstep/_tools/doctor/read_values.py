@@ -172,12 +172,12 @@ class Meaning:
 
     def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
         """Return the autocast that ``node`` may stand for, None if there is none."""
-        found = self._each(node, scope, self._autocast_as_written)
-        return _certain(found, dtype=_only(one.dtype for one in found if one is not None))
+        return _certain(self._each(node, scope, self._autocast_as_written), dtype="", device="")
 
     def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         """Return the scaler that ``node`` stands for, None if it is not known to be one."""
-        return _certain(self._each(node, scope, self._scaler_as_written))
+        found = self._each(node, scope, self._scaler_as_written)
+        return _certain(found, device="", init_scale=None, is_guard=True)
 
     def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
         """Return whether ``node`` is a scaler, or ``node`` or its key is named like one.
@@ -383,10 +383,12 @@ def _last_name(node: ast.expr) -> str:
     return dotted(node).rpartition(".")[2].lower()
 
 
-def _certain(found: Sequence[_Context | None], **changes: Any) -> _Context | None:
-    """Return the first known alternative; ``enabled`` is None unless all agree."""
-    known = next((one for one in found if one is not None), None)
-    if known is None:
+def _certain(found: Sequence[_Context | None], **uncertain: Any) -> _Context | None:
+    """Return the first known alternative, with the given values for what alternatives differ in."""
+    known = [one for one in found if one is not None]
+    if not known:
         return None
+    differing = [name for name in uncertain if len({getattr(one, name) for one in known}) > 1]
+    changes = {name: uncertain[name] for name in differing}
     enabled = {None if one is None else one.enabled for one in found}
-    return replace(known, enabled=enabled.pop() if len(enabled) == 1 else None, **changes)
+    return replace(known[0], enabled=enabled.pop() if len(enabled) == 1 else None, **changes)

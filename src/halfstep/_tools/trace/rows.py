@@ -239,10 +239,10 @@ def pattern(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def folded(modules: Iterable[str]) -> list[str]:
-    """Return paths, with one glob for those that differ only in an index."""
-    alike = grouped(dict.fromkeys(modules), pattern)
-    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]
+def glob_of(modules: Iterable[str]) -> str:
+    """Return paths of one pattern with ``*`` for each index that differs: ``blocks.*.mlp.0``."""
+    columns = zip(*(path.split(".") for path in modules), strict=True)
+    return ".".join(parts[0] if len({*parts}) == 1 else "*" for parts in columns)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _phase_lines(phase: Phase, rows: Sequence[Row]) -> Iterator[TableLine]:
     modules = grouped(rows, lambda row: row.module)
     for alike in grouped(modules.items(), _content).values():
         paths = [path for path, _ in alike]
-        title = ", ".join(folded(paths)) or "(in no submodule)"
+        title = glob_of(paths) or "(in no submodule)"
         yield f"  {title}" + (f"  x{len(paths)}" if len(paths) > 1 else "")
         for same in grouped((row for _, rows in alike for row in rows), _alike).values():
             yield from _cells(same)

@@ -72,7 +72,7 @@ class trace:
         >>> [cast["bytes"] for cast in t.rows()[1]["casts"]]  # 2 x 4 elements, 2 and 4 bytes each
         [48]
         >>> t
-        <trace: 2 ops, policy standard>
+        <trace: 2 ops, policy standard: table(), rows()>
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,8 +91,8 @@ class trace:
 
     def __repr__(self) -> str:
         num_ops = sum(not row.is_cast_only for row in self.ops)
-        policy = self.environment.get("policy")
-        return f"<trace: {things(num_ops, 'op')}, {f'policy {policy}' if policy else 'no policy'}>"
+        policy = f"policy {policy}" if (policy := self.environment.get("policy")) else "no policy"
+        return f"<trace: {things(num_ops, 'op')}, {policy}: table(), rows()>"
 
     def __enter__(self) -> Self:
         if self._model is None:

@@ -65,9 +65,9 @@ def _said(name: str, tensor: Tensor) -> str:
     columns[int(column)] = 0
     other = float(columns.max())
     if len(columns) == 1 or other > largest / 2:
-        return f"{name} reaches {_number(largest)}"
+        return f"{name} reaches {size_text(largest)}"
     which = f"column {int(column)} of {len(columns)}"
-    return f"{name} reaches {_number(largest)} in {which}, {_number(other)} in the others"
+    return f"{name} reaches {size_text(largest)} in {which}, {size_text(other)} in the others"
 
 
 def bad_data(dataset: Any) -> list[tuple[Tensor, str]]:
@@ -85,5 +85,6 @@ def bad_data(dataset: Any) -> list[tuple[Tensor, str]]:
         ]
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+def size_text(value: float) -> str:
+    """Format a size: ``1,234,567``, ``1e+30``."""
+    return f"{value:,.0f}" if 100 <= value < 1e12 else f"{value:.2g}"

@@ -72,7 +72,7 @@ from halfstep._tools.watch.bad_steps import (
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.growth import Growth
-from halfstep._tools.watch.inputs import bad_data
+from halfstep._tools.watch.inputs import bad_data, size_text
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
@@ -94,7 +94,7 @@ LAST_WRITE = (
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
 OVERFLOWED = (
-    "make it float32: the loop wrote finite values to it, up to {largest:,.0f}, and float16 ends "
+    "make it float32: the loop wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
 )
 LEFT_OUT = "the script left this batch out"
@@ -649,7 +649,7 @@ class Watch:
         for writes in filter(None, map(log.halves.get, bad)):
             if math.isfinite(largest := writes.largest.item()):
                 line = line_text(writes.place.line)
-                written = [OVERFLOWED.format(largest=largest, line=line)]
+                written = [OVERFLOWED.format(largest=size_text(largest), line=line)]
         text = "\n".join([*written, *(said for _, said in data), found.cure.text])
         return replace(found, cure=replace(found.cure, text=text))
 
