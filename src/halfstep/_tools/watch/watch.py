@@ -123,6 +123,7 @@ class _WatchedStep:
     losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
     # Of the last backward pass.
     roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
+    is_ahead = False  # whether that is of the round after an open one
     left_out: Made | None = None  # the first bad value that the loop has read
     bad_ends: list[KeptCall] = field(default_factory=list)  # calls of backward to replay at the end
 
@@ -164,10 +165,11 @@ class _StepCount:
         self.rounds = Rounds()  # of several optimizers, each one step
         self.is_leaving = False  # whether the loop drops the current step
 
-    def count(self, optimizer: Optimizer) -> None:
+    def count(self, *optimizers: Optimizer) -> None:
         """Count a round of several optimizers as one step, and discard steps counted by hand."""
         self.num, self.num_by_hand = self.num - self.num_by_hand, 0
-        self.num -= not self.rounds.add(optimizer)
+        begins = [self.rounds.add(each) for each in optimizers]
+        self.num -= bool(begins) and not any(begins)
 
 
 class Watch:
@@ -315,6 +317,7 @@ class Watch:
             self.notes.append("another optimizer has stepped before the replay")
         with self._about(is_counted=True):
             self._end_step(scale, is_bad=bool(bad))
+        self._steps.count(*(each.optimizer for each in (*outcomes, *left_out) if each.optimizer))
 
     def _note_clipping(self, max_norm: float) -> None:
         self._max_norm = max_norm if self._is_here() else self._max_norm
@@ -341,6 +344,7 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
+        step.is_ahead = self._steps.rounds.is_ahead(given)
         values, taken = values_of(losses), self._taken
         is_begun = taken is not None and bool(taken.gradients) and not step.num_calls
         if is_begun and self._check_weights():  # before its closure; a loss may hide it
@@ -386,6 +390,7 @@ class Watch:
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
+        self._running.is_ahead = self._steps.rounds.is_ahead(made.call.still_there() or ())
         with self._about(is_counted=was_taken, is_leaving=not is_end):
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
@@ -700,12 +705,13 @@ class Watch:
     def _step(self) -> int:
         """The number of the current step, from 1: that of the record, if it has one."""
         steps, known = self._steps, self.number(self._is_counted)
-        if known or self._running.num_calls:  # the step ended with the first call of its closure
-            return known or steps.num
+        is_ahead, num_calls = self._running.is_ahead, self._running.num_calls
+        if known or num_calls:  # the step ended with the first call of its closure
+            return (known or steps.num) + (is_ahead and not (self._is_counted or num_calls))
         if optim.optimizer_step_depth() and not steps.rounds:
             return steps.num - steps.num_by_hand + 1
         if self._loss_scaler or steps.rounds or steps.num_by_hand:
-            return steps.num + (not steps.rounds.is_open)
+            return steps.num + (is_ahead or not steps.rounds.is_open)
         ends = self._capture.ends  # some may return gradients that a loss is computed of
         num = sum(not (end.kwargs or {}).get("create_graph") for end in ends) or len(ends[:1])
         return steps.num + num + steps.is_leaving
