@@ -27,7 +27,7 @@ half = x.half()
 
 def failing(source: str, file: Path) -> BaseException:
     file.write_text(BEGIN + source)
-    with pytest.raises((RuntimeError, ValueError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
         runs(file)
     return caught.value
 
@@ -140,6 +140,31 @@ def test_a_number_that_does_not_fit(call, number, end, rule, tmp_path):
     )
     policy = f'policy="standard; {rule}:fp32"'
     assert (policy in str(found)) is (rule is not None)
+
+
+@pytest.mark.parametrize(
+    ("call", "operand", "cure"),
+    [
+        ("F.cross_entropy(x, {})", "ids.double()", "{}.long()"),
+        ("F.nll_loss(x, {})", "ids.int()", "{}.long()"),
+        ("F.cross_entropy(x, {})", "ids / 2", None),  # is not whole: a target of another loss
+        ("F.cross_entropy(x, {})", "ids[:, None]", "{}.squeeze(1)"),
+        ("F.cross_entropy(x, {})", "F.one_hot(ids, 4)", "{}.to(torch.float32)"),
+        ("F.binary_cross_entropy_with_logits(x, {})", "x > 0", "({}).to(torch.float32)"),
+        ("x - {}", "x.bool()", "{}.to(torch.float32)"),
+        ("F.embedding({}, x)", "ids.float()", "{}.long()"),
+        ("x[{}]", "ids.short()", "{}.long()"),
+        ("x[{}] = 1.0", "ids.float()", "{}.long()"),
+        ("x.gather(1, {})", "ids.float()[:, None]", "{}.long()"),
+        ("x.masked_fill({}, 0.0)", "ids[:, None]", "{}.bool()"),
+        ("{}.mean()", "ids", "{}.to(torch.float32)"),
+    ],
+)
+def test_labels_indices_and_masks_have_a_dtype_of_their_own(call, operand, cure, tmp_path):
+    source = f"ids = torch.tensor([0, 1])\n{call.format(operand)}"
+    found = explain(failing(source, tmp_path / "train.py"))
+    texts = [edit.text for each in found.cures for edit in each.edits]
+    assert texts == [call.format(cure.format(operand))] if cure else not texts
 
 
 def test_no_program_becomes_a_miss() -> None:

@@ -29,7 +29,7 @@ _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
 
 def cast_to(dtype: torch.dtype) -> str:
-    return f"{{}}.to({dtype})"
+    return {torch.int64: "{}.long()", torch.bool: "{}.bool()"}.get(dtype, f"{{}}.to({dtype})")
 
 
 def value_with(text: str, value: Any) -> Any:
@@ -51,6 +51,8 @@ def occurrences(name: str, within: ast.AST) -> Iterator[ast.expr]:
     """Yield the outermost expressions of a text that code reads, without what it writes to."""
     for node in ast.iter_child_nodes(within):
         is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if is_stored and isinstance(node, ast.Subscript):
+            yield from occurrences(name, ast.Expr(node.slice))
         if is_stored or getattr(node, "attr", "").endswith("_") or isinstance(node, ast.stmt):
             continue
         if isinstance(node, ast.expr) and ast.unparse(node) == name:
