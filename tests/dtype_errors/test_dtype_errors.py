@@ -12,6 +12,8 @@ from torch import nn
 
 import halfstep
 from halfstep._tools.dtype_errors.dtype_error import explain
+from halfstep._tools.dtype_errors.edits import edited_lines
+from halfstep._tools.user_code import tree_of
 
 BEGIN = """
 import torch
@@ -260,3 +262,10 @@ def test_a_run_offers_halfsteps_autocast_in_place_of_the_scripts(tmp_path: Path)
     told = forked.python("-m", "halfstep", "run", "train.py", cwd=tmp_path).err
     [cure] = program.cures
     assert f"\n  {cure}" in told
+
+
+def test_a_change_imports_the_halfstep_that_it_names(tmp_path: Path) -> None:
+    (file := tmp_path / "train.py").write_text("import torch\nx = torch\n")
+    edits = {tree_of(str(file)).root.body[1].value: "halfstep.f({})"}
+    texts = [edit.text for edit in edited_lines(edits, [str(file)])]
+    assert texts == ["import halfstep\nimport torch", "x = halfstep.f(torch)"]

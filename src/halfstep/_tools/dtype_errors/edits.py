@@ -80,6 +80,8 @@ def edited_lines(edits: Edits, files: Iterable[str]) -> tuple[LineEdit, ...]:
     for file in dict.fromkeys(files):
         parents, lines = tree_of(file).parents, [*linecache.getlines(file)]
         own = {node: text for node, text in edits.items() if node in parents}
+        if any("halfstep." in text for text in own.values()):
+            own = _import(tree_of(file).root) | own
         new = [*_edited(file, own)]
         for edit in reversed(new):
             lines[edit.first - 1 : edit.last] = [f"{edit.text}\n"]
@@ -87,6 +89,13 @@ def edited_lines(edits: Edits, files: Iterable[str]) -> tuple[LineEdit, ...]:
             return ()
         found += new
     return tuple(found)
+
+
+def _import(root: ast.Module) -> dict[Any, str]:
+    """Return the edit that imports halfstep before the other imports, unless a file does so."""
+    imports = [each for each in root.body if isinstance(each, ast.Import)]
+    names = {each.asname or each.name for statement in imports for each in statement.names}
+    return dict.fromkeys(imports[:1], "import halfstep\n{}") if "halfstep" not in names else {}
 
 
 def _edited(file: str, edits: Edits) -> Iterator[LineEdit]:
