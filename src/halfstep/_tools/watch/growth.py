@@ -36,11 +36,6 @@ from halfstep._tools.watch.optimizers import (
 
 EXPLODED = 100.0
 """The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
-BOUND = (
-    "bound the loss from below: {}. A likelihood needs a smallest variance, such as "
-    "log_sigma.clamp_min(-5).exp() or softplus(sigma) + 1e-3; a critic a limit, such as "
-    "p.data.clamp_(-0.1, 0.1) after each step, spectral_norm or a gradient penalty"
-)
 _WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
 """The numbers of steps before a bad one in which the loss may have grown, longest first."""
 
@@ -199,8 +194,11 @@ class Growth:
         quarters = _quarters(falling)
         if not all(a > b for a, b in pairwise(quarters)):
             return ""
-        step = self._losses[lowest][0]
-        return BOUND.format(f"it fell to {number(falling[-1])} in step {step}")
+        return (
+            f"bound the loss from below: it fell to {number(falling[-1])} in step "
+            f"{self._losses[lowest][0]}. A likelihood needs a smallest variance, such as "
+            "log_sigma.clamp_min(-5).exp() or softplus(sigma) + 1e-3"
+        )
 
     def _by_losses(self, found: Diagnosis) -> Diagnosis | None:
         bad = found.bad
@@ -224,7 +222,11 @@ class Growth:
             "state that is carried on needs a norm. Then the learning rate"
         )
         if high < 0:
-            text = BOUND.format("a wider dtype only delays the overflow")
+            text = (
+                "bound the loss from below; a wider dtype only delays the overflow. A critic needs "
+                "a limit, such as p.data.clamp_(-0.1, 0.1) after each step, spectral_norm or a "
+                "gradient penalty; a likelihood needs a smallest variance"
+            )
         return replace(found, happened=event, cure=Cure("code", text))
 
 
