@@ -12,6 +12,8 @@ from torch import nn
 
 import halfstep
 from halfstep._tools.dtype_errors.dtype_error import explain
+from halfstep._tools.dtype_errors.edits import edited_lines
+from halfstep._tools.user_code import tree_of
 
 BEGIN = """
 import torch
@@ -27,7 +29,7 @@ half = x.half()
 
 def failing(source: str, file: Path) -> BaseException:
     file.write_text(BEGIN + source)
-    with pytest.raises((RuntimeError, ValueError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
         runs(file)
     return caught.value
 
@@ -142,6 +144,31 @@ def test_a_number_that_does_not_fit(call, number, end, rule, tmp_path):
     assert (policy in str(found)) is (rule is not None)
 
 
+@pytest.mark.parametrize(
+    ("call", "operand", "cure"),
+    [
+        ("F.cross_entropy(x, {})", "ids.double()", "{}.long()"),
+        ("F.nll_loss(x, {})", "ids.int()", "{}.long()"),
+        ("F.cross_entropy(x, {})", "ids / 2", None),  # is not whole: a target of another loss
+        ("F.cross_entropy(x, {})", "ids[:, None]", "{}.squeeze(1)"),
+        ("F.cross_entropy(x, {})", "F.one_hot(ids, 4)", "{}.to(torch.float32)"),
+        ("F.binary_cross_entropy_with_logits(x, {})", "x > 0", "({}).to(torch.float32)"),
+        ("x - {}", "x.bool()", "{}.to(torch.float32)"),
+        ("F.embedding({}, x)", "ids.float()", "{}.long()"),
+        ("x[{}]", "ids.short()", "{}.long()"),
+        ("x[{}] = 1.0", "ids.float()", "{}.long()"),
+        ("x.gather(1, {})", "ids.float()[:, None]", "{}.long()"),
+        ("x.masked_fill({}, 0.0)", "ids[:, None]", "{}.bool()"),
+        ("{}.mean()", "ids", "{}.to(torch.float32)"),
+    ],
+)
+def test_labels_indices_and_masks_have_a_dtype_of_their_own(call, operand, cure, tmp_path):
+    source = f"ids = torch.tensor([0, 1])\n{call.format(operand)}"
+    found = explain(failing(source, tmp_path / "train.py"))
+    texts = [edit.text for each in found.cures for edit in each.edits]
+    assert texts == [call.format(cure.format(operand))] if cure else not texts
+
+
 def test_no_program_becomes_a_miss() -> None:
     assert len(hostile.ALL) == 103
     assert sum(program.is_missed for program in hostile.ALL.values()) <= 7
@@ -235,3 +262,10 @@ def test_a_run_offers_halfsteps_autocast_in_place_of_the_scripts(tmp_path: Path)
     told = forked.python("-m", "halfstep", "run", "train.py", cwd=tmp_path).err
     [cure] = program.cures
     assert f"\n  {cure}" in told
+
+
+def test_a_change_imports_the_halfstep_that_it_names(tmp_path: Path) -> None:
+    (file := tmp_path / "train.py").write_text("import torch\nx = torch\n")
+    edits = {tree_of(str(file)).root.body[1].value: "halfstep.f({})"}
+    texts = [edit.text for edit in edited_lines(edits, [str(file)])]
+    assert texts == ["import halfstep\nimport torch", "x = halfstep.f(torch)"]

@@ -163,7 +163,7 @@ def test_a_buffer_of_a_loaded_state_is_named_with_the_line_that_loaded_it() -> N
         optimizer.step()
     (found,) = watch.found
     assert (found.verdict, found.tensor) == ("data", "1.running_var")
-    assert re.search("last wrote to it: .*load_state_dict", found.cure.text)
+    assert re.search("this line loads is the cause: .*load_state_dict", found.cure.text)
 
 
 class Uneven(torch.optim.SGD):

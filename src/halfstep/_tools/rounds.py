@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
+
+from halfstep._gradients.gradients import parameters
+from halfstep._pytorch import autograd
 
 
 class Rounds:
@@ -37,6 +41,20 @@ class Rounds:
     def is_open(self) -> bool:
         """Whether some optimizers have stepped in this round, and others are to come."""
         return 0 < len(self._stepped) < len(self._known)
+
+    def is_ahead(self, losses: Iterable[torch.Tensor]) -> bool:
+        """Return whether losses belong to the round after an open one.
+
+        That is so if an optimizer steps on them that has stepped in it: one of their weights, and
+        of several the one whose gradients are unset. Sync: none.
+        """
+        if not self.is_open:
+            return False
+        leaves = set(map(id, autograd.leaves_of(losses)))
+        of_each = {each: parameters(each) for each in self._known}
+        owners = [each for each, own in of_each.items() if not leaves.isdisjoint(map(id, own))]
+        unset = [each for each in owners if all(w.grad is None for w in of_each[each])]
+        return bool(owners) and self._stepped.issuperset(unset or owners)
 
     def end(self) -> None:
         """End the round: the next step begins one."""

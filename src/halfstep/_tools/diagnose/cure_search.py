@@ -28,7 +28,9 @@ from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
     OF_RESULTS,
     SPLITS,
+    WITHOUT,
     Edit,
+    cast_after,
     edits_of,
     edits_of_source,
     item_slot,
@@ -433,7 +435,28 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     if call is None:
         return None
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
-    return _best(trial, [], cures)
+    return _best(trial, [], chain(_of_cast(trial, blame, call), cures))
+
+
+_SHRINKING = ("div", "truediv", "mul", "sub", "log", "log1p", "log10", "sqrt")
+
+
+def _of_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Iterator[Cure | None]:
+    """Yield changes that leave out a cast, or cast the result of a later call of its function.
+
+    The weights that follow may need the dtype.
+    """
+    if call.function not in CASTS:
+        return
+    todo: list[Edits] = [((call, WITHOUT),)]
+    for edits in todo:
+        tried = trial.edited(edits, trial.scale)
+        if tried.blame is None:
+            yield _judged_edits(trial, tried.calls, edits)
+        if len(todo) == 1 and blame.dtype is not None:
+            cast = cast_after(dtype_name(blame.dtype))
+            later = tried.calls.after(call, _SHRINKING)[:MOST_EDITS]
+            todo += [((call, WITHOUT), (each, cast)) for each in later]
 
 
 def _of_edits(

@@ -6,7 +6,7 @@ import json
 import linecache
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from textwrap import dedent
 from typing import Literal, Self
@@ -181,7 +181,8 @@ class Diagnosis:
         is_finite_in_float32: Whether a replay in float32 was finite; None if there was none, or if
             it went bad elsewhere.
         happened: For ``"growth"`` and ``"optimizer"``, what happened, as a sentence. For
-            ``"none"``, that another rank is at fault, if there are several.
+            ``"none"``, that another rank is at fault, if there are several. For ``"maths"`` and
+            ``"range"``, which weight the loop wrote the values to, if it did so between steps.
 
     Example:
         >>> import halfstep, torch
@@ -267,6 +268,9 @@ _NAME = "\0"
 def _said(found: Diagnosis, *, with_line: bool) -> str:
     """Say what happened; a result in float32 only if a replay, or the op alone, has shown it."""
     bad = found.bad
+    if found.happened and found.verdict in ("maths", "range"):
+        said = _said(replace(found, happened=""), with_line=with_line)
+        return f"{said.replace(' in the forward pass', '')}; {found.happened}"
     where = "" if bad is None else _where(bad, with_line)
     dtype = "its dtype" if bad is None or bad.output is None else bad.output.dtype
     wide = {None: "", True: "; in float32 it is finite", False: ", nor is it in float32"}

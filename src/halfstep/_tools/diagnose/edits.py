@@ -22,6 +22,8 @@ Expression = Callable[[Any, float], str | None]
 
 CALL = "call"
 """The slot of the call itself."""
+OPERAND = "operand"
+"""The slot of the call itself, if what it is called on takes its place."""
 SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 """Functions that return parts of a tensor as a tuple."""
 NARROW = "narrow"
@@ -277,6 +279,16 @@ IN_FLOAT32 = (
     Edit((NARROW, CALL), _cast_to("bfloat16")),
 )
 """Casts of lower-precision arguments, for calls that autocast does not control."""
+
+WITHOUT = Edit((OPERAND,), _is("{}"))
+"""The edit that leaves out a call, such as a cast, and keeps what it is called on."""
+
+
+def cast_after(name: str) -> Edit:
+    """Return the cast of the result of a call to a dtype, as it would be written."""
+    short = {"float16": "half", "bfloat16": "bfloat16"}.get(name)
+    return Edit((CALL,), _is(f"{{}}.{short}()" if short else f"{{}}.to(torch.{name})"))
+
 
 OF_RESULTS = (
     Edit((CALL,), _limited("eps", None)),

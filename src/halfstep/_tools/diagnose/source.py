@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._tools.diagnose.edits import CALL, USUAL_NAMES, item_of, row_name
+from halfstep._tools.diagnose.edits import CALL, OPERAND, USUAL_NAMES, item_of, row_name
 from halfstep._tools.line import LineEdit, short_path
 from halfstep._tools.trace.rows import grouped
 from halfstep._tools.user_code import Spot, tree_in, tree_of
@@ -104,6 +104,8 @@ _ORDINALS = ("first", "second", "third")
 
 def _change_in_words(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
+    if slot == OPERAND:
+        return "leave it out"
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
     if (item := item_of(slot)) is not None:
@@ -172,6 +174,10 @@ class Source:
         node, slot = self.node(change), change.slot
         if node is None:
             return False
+        if slot == OPERAND:
+            if not isinstance(node, ast.Call) or change.module:
+                return False
+            return self._change(node, lambda now: now.func.value)  # type: ignore[attr-defined]
         if slot == CALL:
             return self._wrap(node, change.expression)
         if (item := item_of(slot)) is not None:

@@ -14,6 +14,7 @@ from halfstep._common.numbers import things
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import (
     CALL,
+    OPERAND,
     USUAL_NAMES,
     Edit,
     evaluated,
@@ -97,6 +98,12 @@ class UserCalls(TorchFunctionMode):
                 found.append(each)
         return found[1:]
 
+    def after(self, call: UserCall, functions: Sequence[str]) -> list[UserCall]:
+        """Return the calls of some functions after one in the same function of the user."""
+        here = (each for each in self._calls if each.place.code is call.place.code)
+        later = (each for each in here if each.place.instruction > call.place.instruction)
+        return [each for each in later if row_name(each.function) in functions]
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -159,6 +166,8 @@ class UserCalls(TorchFunctionMode):
             if not slots:
                 raise NotApplicable
             for slot in slots:
+                if slot == OPERAND:
+                    return self._changed(running, number, slot, given[0])
                 if slot == CALL or item_of(slot) is not None:
                     of_result.append((number, slot))
                     continue

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -21,18 +22,19 @@ from halfstep._autocast import current_policy
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._pytorch import autograd
-from halfstep._tools.dtype_errors.edits import Edits, edited_lines
+from halfstep._tools.dtype_errors.edits import Edits, cast_to, edited_lines
 from halfstep._tools.dtype_errors.failing_call import (
-    ABOUT_DTYPES,
-    ABOUT_INTEGERS,
     Call,
     Context,
     Named,
     calls_of,
     contexts_of,
     function_of,
+    is_about_dtypes,
+    is_about_integers,
     member_of,
     origin_of,
+    wanted_by,
 )
 from halfstep._tools.dtype_errors.rest import casts_of, differentiated, ordered, runs, statement_of
 from halfstep._tools.line import LineEdit
@@ -42,6 +44,7 @@ _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
     "|Expected both inputs|unsupported ScalarType|without overflow|only supported for"
 )
+_RESULTS = (ast.Call, ast.BinOp, ast.Subscript, ast.Compare, ast.UnaryOp)
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
@@ -112,8 +115,7 @@ def explain(error: BaseException) -> DtypeError | None:
     None too for one that has its explanation as a note. The failing call is tried again with other
     dtypes. Sync: that of the call.
     """
-    is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError))
-    if is_of_torch and ABOUT_DTYPES.search(str(error)) and not is_explained(error):
+    if is_about_dtypes(error) and not is_explained(error):
         with suppress(Exception), ExitStack() as stack:  # of the user's objects that are read
             stack.callback(RandomStates(accelerators()).restore)
             return _explained(error)
@@ -135,8 +137,8 @@ def _explained(error: BaseException) -> DtypeError | None:
                 stack.enter_context(context.context)
         # The innermost call that names tensors: a check of PyTorch may raise, in Python.
         inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
-        integers = ABOUT_INTEGERS.search(str(error)) is not None
-        is_about_one = _ABOUT_ONE.search(str(error)) is not None
+        integers, wanted = is_about_integers(error), wanted_by(error)
+        is_about_one = wanted is not None or _ABOUT_ONE.search(str(error)) is not None
         named = [[*call.tensors(with_integers=integers)] for call in inner]
         found = failing = next(filter(None, named), [])
         if in_backward and _is_one_dtype(found):
@@ -159,7 +161,8 @@ def _explained(error: BaseException) -> DtypeError | None:
         failing_call = made or (user if user.has_no_effects else inner[0])
         tried = list[Edits]()
         if made or user.has_no_effects or found is failing:
-            tried += _cures(failing_call, made or own, operands, function, hidden)
+            tried += _cures_of_one(failing_call, made or own, operands, wanted)
+            tried += [] if tried else _cures(failing_call, made or own, operands, function, hidden)
             tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
     cures = ordered(tried, calls, user, made or own)
     files = [call.place.code.co_filename for call in users if not call.is_of_package]
@@ -225,7 +228,7 @@ def _is_it(known: Named, tensor: Tensor) -> bool:
     if known.tensor.dtype is not tensor.dtype or known.tensor.numel() != tensor.numel():
         return False
     other = known.tensor.reshape(tensor.shape)
-    is_result = isinstance(known.node, (ast.Call, ast.BinOp))
+    is_result = isinstance(known.node, _RESULTS)
     return is_same_view(tensor, other) or (is_result and torch.equal(tensor, other))
 
 
@@ -295,6 +298,37 @@ def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
 # --- cures ----------------------------------------------------------------------------------------
 
 
+def _cures_of_one(
+    call: Call, line: Call, operands: tuple[GivenTensor, ...], wanted: torch.dtype | None
+) -> Iterator[Edits]:
+    """Yield the cast of one operand, or labels without their column, with which a call runs.
+
+    Values that are not whole are not cast to integers.
+    """
+    floats = [o.tensor.dtype for o in operands if o.tensor.is_floating_point()]
+    dtype = floats[0] if wanted is torch.float32 and floats else wanted
+    texts = [] if dtype is None else [cast_to(dtype)]
+    texts += ["{}.squeeze(1)", "{}.squeeze(1).long()"] if wanted is torch.int64 else []
+    for text, operand in product(texts, reversed(operands)):
+        tensor = operand.tensor
+        is_rounded = wanted is torch.int64 and tensor.is_floating_point()
+        is_whole = not is_rounded or torch.equal(tensor, tensor.round())
+        is_other = is_whole and ("squeeze" in text or tensor.dtype is not dtype)
+        if is_other and (edits := _tried(call, line, [operand], text)):
+            yield edits
+            return
+
+
+def _tried(call: Call, line: Call, wrong: list[GivenTensor], text: str) -> Edits | None:
+    """Return edits of a line for operands, with which the call runs; None if it does not."""
+    edits = tried = casts_of([each.name for each in wrong], line, text)
+    if call is not line:
+        dtypes = {each.tensor.dtype for each in wrong}
+        given = (t.name for t in call.tensors(with_integers=True) if t.tensor.dtype in dtypes)
+        tried = casts_of(given, call, text)
+    return edits if runs(call, tried) else None
+
+
 def _cures(
     call: Call,
     line: Call,
@@ -323,14 +357,11 @@ def _cures(
     device, is_offered = tensors[0].device.type, False
     is_on, policy = torch.is_autocast_enabled(device), current_policy(device)
     for wanted in (*each_wanted, *others):
-        wrong = {o.name for o in operands if o.tensor.dtype is not wanted}
-        if wanted in others and (is_offered or not all(casts_of([n], line, wanted) for n in wrong)):
+        wrong, text = [o for o in operands if o.tensor.dtype is not wanted], cast_to(wanted)
+        has_names = all(casts_of([each.name], line, text) for each in wrong)
+        if wanted in others and (is_offered or not has_names):
             continue
-        edits = tried = casts_of(wrong, line, wanted)
-        if call is not line:
-            given = call.tensors(with_integers=any(not d.is_floating_point for d in dtypes))
-            tried = casts_of((t.name for t in given if t.tensor.dtype is not wanted), call, wanted)
-        if not runs(call, tried):
+        if (edits := _tried(call, line, wrong, text)) is None:
             continue
         if edits:
             is_offered = True

@@ -29,7 +29,7 @@ _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
 
 def cast_to(dtype: torch.dtype) -> str:
-    return f"{{}}.to({dtype})"
+    return {torch.int64: "{}.long()", torch.bool: "{}.bool()"}.get(dtype, f"{{}}.to({dtype})")
 
 
 def value_with(text: str, value: Any) -> Any:
@@ -51,6 +51,8 @@ def occurrences(name: str, within: ast.AST) -> Iterator[ast.expr]:
     """Yield the outermost expressions of a text that code reads, without what it writes to."""
     for node in ast.iter_child_nodes(within):
         is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if is_stored and isinstance(node, ast.Subscript):
+            yield from occurrences(name, ast.Expr(node.slice))
         if is_stored or getattr(node, "attr", "").endswith("_") or isinstance(node, ast.stmt):
             continue
         if isinstance(node, ast.expr) and ast.unparse(node) == name:
@@ -78,6 +80,8 @@ def edited_lines(edits: Edits, files: Iterable[str]) -> tuple[LineEdit, ...]:
     for file in dict.fromkeys(files):
         parents, lines = tree_of(file).parents, [*linecache.getlines(file)]
         own = {node: text for node, text in edits.items() if node in parents}
+        if any("halfstep." in text for text in own.values()):
+            own = _import(tree_of(file).root) | own
         new = [*_edited(file, own)]
         for edit in reversed(new):
             lines[edit.first - 1 : edit.last] = [f"{edit.text}\n"]
@@ -85,6 +89,13 @@ def edited_lines(edits: Edits, files: Iterable[str]) -> tuple[LineEdit, ...]:
             return ()
         found += new
     return tuple(found)
+
+
+def _import(root: ast.Module) -> dict[Any, str]:
+    """Return the edit that imports halfstep before the other imports, unless a file does so."""
+    imports = [each for each in root.body if isinstance(each, ast.Import)]
+    names = {each.asname or each.name for statement in imports for each in statement.names}
+    return dict.fromkeys(imports[:1], "import halfstep\n{}") if "halfstep" not in names else {}
 
 
 def _edited(file: str, edits: Edits) -> Iterator[LineEdit]:

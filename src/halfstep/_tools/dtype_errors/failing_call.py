@@ -58,7 +58,20 @@ ABOUT_DTYPES = re.compile(
     r"|could not create a primitive descriptor",  # of oneDNN, for a state in another dtype
     re.IGNORECASE,
 )
-ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte)\b")
+ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte|Bool)\b")
+WANTED = {
+    torch.int64: re.compile(
+        r"to be Long or Byte|multi-target|scalar types: Long, Int|used as indices|dtype int32"
+        r"|a long tensor|should be Long|type LongTensor|(bincount|repeat_interleave)\w*\" not impl"
+    ),
+    torch.bool: re.compile(r"boolean (masks|tensor)|BoolTensor|bitwise_\w+\" not|and Boolean-type"),
+    torch.float32: re.compile(
+        r"bool tensors? is not|two bool tensors|not implemented for '(Long|Int|Short|Byte|Bool)'"
+        r"|[Ff]loating[- ]point|Integral inputs|output type (Long|Int|Short|Byte)"
+    ),
+}
+"""What a message says of the dtype of one operand: labels or an index, a mask, other values."""
+ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 _BUILTINS = (len, range, enumerate, zip, isinstance, int, float, tuple, list, min, max, sum, dict)
 _READ = (nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers)
 _PURE = (
@@ -68,6 +81,22 @@ _PURE = (
     "torch.sparse",
     "torch.distributions",
 )
+
+
+def is_about_dtypes(error: BaseException) -> bool:
+    """Return whether an error of PyTorch is about dtypes."""
+    return isinstance(error, ERRORS) and (
+        ABOUT_DTYPES.search(str(error)) is not None or wanted_by(error) is not None
+    )
+
+
+def wanted_by(error: BaseException) -> torch.dtype | None:
+    """Return the dtype that an error wants of one operand, if it does."""
+    return next((dtype for dtype, said in WANTED.items() if said.search(str(error))), None)
+
+
+def is_about_integers(error: BaseException) -> bool:
+    return wanted_by(error) is not None or ABOUT_INTEGERS.search(str(error)) is not None
 
 
 class Named(NamedTuple):
@@ -179,9 +208,9 @@ class Call:
         waiting: list[ast.AST] = []
         match self.node:
             case ast.Assign(
-                targets=[ast.Subscript(value=of) | ast.Attribute(value=of)], value=given
+                targets=[ast.Subscript(value=of) | ast.Attribute(value=of) as target], value=given
             ):
-                waiting = [of, given]
+                waiting = [of, given, *[target.slice for _ in [0] if hasattr(target, "slice")]]
             case ast.AST() as failing:
                 waiting = [*ast.iter_child_nodes(failing)]
         seen: set[int] = set()

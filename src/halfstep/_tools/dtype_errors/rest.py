@@ -33,13 +33,15 @@ from halfstep._tools.dtype_errors.edits import (
     value_with,
 )
 from halfstep._tools.dtype_errors.failing_call import (
-    ABOUT_DTYPES,
-    ABOUT_INTEGERS,
     CONTEXTS,
+    ERRORS,
     Call,
     called,
     contexts_of,
     function_of,
+    is_about_dtypes,
+    is_about_integers,
+    wanted_by,
 )
 from halfstep._tools.user_code import FUNCTIONS, Place, is_users
 
@@ -59,8 +61,8 @@ class _Fails(Exception):  # noqa: N818
     """An error about dtypes of a call, or of the backward pass of what it returned."""
 
     def __init__(self, call: Call, error: Exception) -> None:
-        integers = ABOUT_INTEGERS.search(str(error)) is not None
-        self.call, self.named = call, [*call.tensors(with_integers=integers)]
+        self.call, self.wanted = call, wanted_by(error)
+        self.named = [*call.tensors(with_integers=is_about_integers(error))]
         self.statement: Any = None
 
 
@@ -90,7 +92,7 @@ class _Frame(Call):
     def value(self, node: ast.AST | None) -> Any:
         try:
             value = self._value(node)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except ERRORS as error:
             if not _is_raised(error):
                 raise
             raise _Fails(self._differentiated(node) or self.at(node), error) from error
@@ -194,7 +196,7 @@ class _Frame(Call):
                     raise TimeoutError
                 try:
                     returned = self._done_or_forgotten(each)
-                except (RuntimeError, TypeError, ValueError, _Fails) as error:
+                except (*ERRORS, _Fails) as error:
                     failure = (
                         error if isinstance(error, _Fails) else _Fails(self.at(statement), error)
                     )
@@ -351,9 +353,7 @@ def _backward(loss: Tensor) -> None:
 
 def _is_raised(error: Exception) -> bool:
     """Return whether an error ends the evaluation: it is about dtypes, or one of the evaluation."""
-    is_ours = isinstance(error, (_Fails, _Jump, TimeoutError))
-    is_torchs = isinstance(error, (RuntimeError, TypeError, ValueError))
-    return is_ours or (is_torchs and ABOUT_DTYPES.search(str(error)) is not None)
+    return isinstance(error, (_Fails, _Jump, TimeoutError)) or is_about_dtypes(error)
 
 
 def _failure(calls: list[Call], number: int, until: float, edits: Edits) -> _Fails | None:
@@ -410,16 +410,16 @@ def runs(call: Call, edits: Edits, context: str = "") -> bool:
     return False
 
 
-def casts_of(names: Iterable[str], call: Call, dtype: torch.dtype) -> Edits:
-    """Return casts of expressions of a call; of ``h[0]``, those of each part of ``h``."""
+def casts_of(names: Iterable[str], call: Call, text: str) -> Edits:
+    """Return edits of expressions of a call; of ``h[0]``, those of each part of ``h``."""
     casts: dict[ast.expr, str] = {}
     for name in names:
         whole, within = name.rpartition("[")[0], call.node or ast.Pass()
         found = [*occurrences(name, within)]
-        casts |= dict.fromkeys(found, cast_to(dtype))
+        casts |= dict.fromkeys(found, text)
         for node in occurrences(whole, within) if whole and not found else ():
             if isinstance(value := call.value(node), (list, tuple)):
-                casts[node] = f"{type(value).__name__}(each.to({dtype}) for each in {{}})"
+                casts[node] = f"{type(value).__name__}({text.format('each')} for each in {{}})"
     return casts
 
 
@@ -511,6 +511,7 @@ def _completed(
 ) -> Edits | None:
     """Return a cure with casts at the lines that fail after it, if a few are enough."""
     dtypes = dtypes | {t.dtype for _, t, _ in failure.named if t.is_floating_point()}
+    dtypes = dtypes if failure.wanted is None else {failure.wanted}
     by_use = sorted(dtypes, key=lambda dtype: (cast_to(dtype) not in edits.values(), str(dtype)))
     for casts in _casts(failure, by_use):
         both = {**edits, **casts}
@@ -528,5 +529,5 @@ def _casts(failure: _Fails, dtypes: list[torch.dtype]) -> Iterator[Edits]:
     for dtype in dtypes:
         wrong = [each.name for each in failure.named if each.tensor.dtype is not dtype]
         for names in dict.fromkeys([*((name,) for name in wrong), tuple(wrong)]):
-            if casts := casts_of(names, failure.call, dtype):
+            if casts := casts_of(names, failure.call, cast_to(dtype)):
                 yield casts

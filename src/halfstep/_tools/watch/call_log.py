@@ -57,6 +57,7 @@ _GAP_OF_COMPILED = (
     "a function that is compiled computed a tensor in it, which cannot be called again; "
     'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
 )
+_WRITES_NO_VALUES = (".data", "register_hook", "retain_grad", "requires_grad_")
 _SUMS = {"__setitem__", "copy_", "lerp_", "index_copy_", "index_put_", "scatter_", "__iadd__"}
 _SUMS |= {"add_", "sub_", "__isub__", "mul_", "__imul__", "index_add_", "scatter_add_", "addcmul_"}
 _SIMPLE = {
@@ -107,9 +108,9 @@ class CallLog:
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._first = self._num_copied = 0
-        self.written: Made | None = None  # the last value that the loop wrote to an older tensor
-        # Where the loop last wrote to a tensor in this step, and where it ever wrote inf or NaN.
-        self.written_at: ByMemory[Place] = ByMemory()
+        # The last call in this step in which the loop wrote to a tensor, without the tensor, and
+        # where it ever wrote inf or NaN.
+        self._last_writes: ByMemory[KeptCall] = ByMemory()
         self.spoilt_at: ByMemory[Place] = ByMemory()
         self.dataset: object = None  # of the last batch of a DataLoader
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
@@ -121,7 +122,7 @@ class CallLog:
     def begin(self) -> None:
         """Begin a new step. Its calls may use results of the last step, but not older ones."""
         self._turn()
-        self.written, self.written_at, self._num_copied = None, ByMemory(), 0
+        self._last_writes, self._num_copied = ByMemory(), 0
         self._evaluated.clear()
         self._models.clear()
         self._writes = ByMemory()
@@ -272,28 +273,21 @@ class CallLog:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
 
-    def _note_write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Note a value that the loop writes to an older tensor, such as a gradient."""
-        made = [found for a in args[1:] if isinstance(a, Tensor) and (found := self.made_by(a))]
-        self.written = made[0] if made else self.written
-        if any(map(_is_bad_number, args[1:])):
-            copied = (args[0].detach().clone(), *args[1:])
-            self.written = Made(self._placed(function, copied, kwargs).call, 0)
-
     def writes_to_older(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Return whether a function writes to a tensor that no call of this step made."""
         is_found = False
         with unseen():
             if args and isinstance(args[0], Tensor):
-                place = user_place()
+                call = self._placed(function, args[1:], kwargs).call
                 is_bad = any(map(_is_bad_number, args[1:]))
-                if place is not None:
-                    (self.spoilt_at if is_bad else self.written_at).put(args[0], place)
+                if call.name not in _WRITES_NO_VALUES:
+                    self._last_writes.put(args[call.name == ".data="], call)
+                if call.at is not None:
+                    if is_bad:
+                        self.spoilt_at.put(args[0], call.at)
                     if args[0].dtype is torch.float16:
-                        self._note_half(function.__name__, args, place)
-                if self.made_by(args[0]) is None:
-                    is_found = True
-                    self._note_write(function, args, kwargs)
+                        self._note_half(function.__name__, args, call.at)
+                is_found = self.made_by(args[0]) is None
                 if is_bad:
                     # The loop itself makes a batch bad. Its values count as data from now on.
                     is_found |= args[0].grad_fn is None
@@ -312,9 +306,34 @@ class CallLog:
         self.dataset = dataset
         for function in functions:
             if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
+                call = KeptCall(0, function, Place(function.__code__, 0, function.__globals__))
+                call.forget()
                 for tensor in tensors_in([batch]):
-                    self.written_at.put(tensor, Place(function.__code__, 0, function.__globals__))
+                    self._last_writes.put(tensor, call)
                 return
+
+    def wrote(self, tensor: Tensor) -> tuple[Made | None, Place | None]:
+        """Return what the loop last wrote to a tensor in this step, and where it did.
+
+        The write is that to a tensor of ones, since what it held is lost.
+        """
+        call = self._last_writes.get(tensor)
+        at = self.spoilt_at.get(tensor) or (None if call is None else call.at)
+        if call is None or call.is_forgotten:
+            return None, at
+        again, made = copy.copy(call), list[KeptCall]()
+
+        def source(value: Any) -> Any:
+            entry = self._entries.get(id(value.tensor)) if type(value) is Given else None
+            if entry is None or entry() is not value.tensor or entry.version != value.version:
+                return value
+            made.append(entry.made.call)  # in the last step, if the write has ended it
+            return entry.made
+
+        args, given = map_plain(source, call.args), Given(tensor, autograd.version_of(tensor))
+        again.function, again.args = _on_ones, (call.function, given, *args)
+        again.of, again.given = (*call.of, *made), (*call.given, given)
+        return Made(again, 0), at
 
     def is_old(self, call: KeptCall) -> bool:
         return call.number < self._first
@@ -400,6 +419,13 @@ def _number_of(tensor: Tensor) -> int:
 
 def _gap_at(tensor: Tensor) -> str:
     return _GAP_OF_COMPILED if autograd.is_made_by_compiled_code(tensor) else _GAP
+
+
+def _on_ones(function: Callable[..., Any], like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Let a function write to a tensor of ones."""
+    ones = torch.ones_like(like)
+    function(ones, *args, **kwargs)
+    return ones
 
 
 def _is_bad_number(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
+from halfstep._tools.diagnose.diagnosis import BadOp
 from halfstep._tools.diagnose.inspect_op import bad_entries
+from halfstep._tools.line import line_text
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import KeptCall, is_model, needed_for
-from halfstep._tools.user_code import is_same_view, path_to
+from halfstep._tools.user_code import Place, is_same_view, path_to
+from halfstep._tools.watch.optimizers import lines_with
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
@@ -88,3 +92,25 @@ def bad_data(dataset: Any) -> list[tuple[Tensor, str]]:
 def size_text(value: float) -> str:
     """Format a size: ``1,234,567``, ``1e+30``."""
     return f"{value:,.0f}" if 100 <= value < 1e12 else f"{value:.2g}"
+
+
+def of_loaded(place: Place, bad: BadOp) -> str:
+    """Return the cure of a weight or buffer that was loaded as inf or NaN; empty for others.
+
+    ``bad`` is the op that wrote it.
+    """
+    statement = place.statement
+    if statement is None or "load" not in ast.unparse(statement):
+        return ""
+    read = next((each for each in bad.inputs if each.inf or each.nan), None)
+    text = f"what this line loads is the cause: {line_text(place.line)}\n"
+    if read is None or read.nan or read.dtype != "float16":
+        return f"{text}load an earlier checkpoint: this one has inf or NaN"
+    saved = lines_with(place.code.co_filename, {"save"})
+    return "\n".join(
+        [
+            f"{text}it has {read.inf:,} inf in float16, which ends at 65,504: save the "
+            "values in float32, buffers first, or recompute them",
+            *saved,
+        ]
+    )

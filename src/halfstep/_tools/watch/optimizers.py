@@ -82,19 +82,22 @@ def with_bad_state(
     optimizer: Optimizer, model: Callable[[], nn.Module | None], *, is_loaded: bool
 ) -> Diagnosis | None:
     """Return the diagnosis of an optimizer whose state has inf or NaN before a step."""
-    of = type(optimizer).__name__
-    which = ", the first one with a state that was loaded or set" if is_loaded else ""
+    of, line = type(optimizer).__name__, user_line()
+    loads = lines_with(line.file, {"load_state_dict"}) if is_loaded and line is not None else []
     for weight, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and not is_finite(value):
                 name = names_in(model())(weight) or name_in_code(weight)
+                which = ", the first one with a state that was loaded or set" if is_loaded else ""
                 text = (
                     f"load a checkpoint from before {key} went bad: the state of {of} was not "
                     f"finite before this step{which}, which makes {name} so. Without one, "
                     f"begin with a new {of}"
                 )
                 tensor = f"{key} of {name} in {of}"
-                return Diagnosis("data", tensor=tensor, cure=Cure("data", text))
+                return Diagnosis(
+                    "data", tensor=tensor, cure=Cure("data", "\n".join([text, *loads]))
+                )
     return None
 
 
@@ -170,7 +173,8 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
     }
     modules = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
     own = (file for file in modules if file and is_users(file) and not is_of_package(file))
-    found = (lines for file in dict.fromkeys([*files, *own]) if (lines := _lines(file, schedules)))
+    names = {"lr", *schedules}
+    found = (lines for file in dict.fromkeys([*files, *own]) if (lines := lines_with(file, names)))
     who, advice = listed([*schedules]) or "the loop", _BOUNDS.get(next(iter(schedules), ""), "")
     text = (
         f"{who} raised the learning rate of {type(optimizer).__name__} from {number(begun)} to "
@@ -179,13 +183,13 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
     return "\n".join([text, *next(found, [])])
 
 
-def _lines(file: str, schedules: Container[str]) -> list[str]:
-    """Return the lines of a file that make a schedule or set a learning rate."""
+def lines_with(file: str, names: Container[str]) -> list[str]:
+    """Return the lines of a file that call functions of some names, or set items of them."""
     found = set()
     for node in ast.walk(tree_of(file).root):
         match node:
             case ast.Call(func=ast.Name(name) | ast.Attribute(attr=name), lineno=number):
-                found |= {number} if name in schedules else set()
-            case ast.Subscript(slice=ast.Constant("lr"), ctx=ast.Store(), lineno=number):
-                found.add(number)
+                found |= {number} if name in names else set()
+            case ast.Subscript(slice=ast.Constant(name), ctx=ast.Store(), lineno=number):
+                found |= {number} if name in names else set()
     return [f"{short_path(file)}:{n}: {linecache.getline(file, n).strip()}" for n in sorted(found)]

@@ -72,7 +72,7 @@ from halfstep._tools.watch.bad_steps import (
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.growth import Growth
-from halfstep._tools.watch.inputs import bad_data, size_text
+from halfstep._tools.watch.inputs import bad_data, of_loaded, size_text
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
@@ -93,6 +93,8 @@ LAST_WRITE = (
     "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
+WROTE = "first check {name}: it was inf or NaN when this line wrote it: {line}"
+COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
 OVERFLOWED = (
     "make it float32: the loop wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
@@ -121,6 +123,7 @@ class _WatchedStep:
     losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
     # Of the last backward pass.
     roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
+    is_ahead = False  # whether that is of the round after an open one
     left_out: Made | None = None  # the first bad value that the loop has read
     bad_ends: list[KeptCall] = field(default_factory=list)  # calls of backward to replay at the end
 
@@ -162,10 +165,11 @@ class _StepCount:
         self.rounds = Rounds()  # of several optimizers, each one step
         self.is_leaving = False  # whether the loop drops the current step
 
-    def count(self, optimizer: Optimizer) -> None:
+    def count(self, *optimizers: Optimizer) -> None:
         """Count a round of several optimizers as one step, and discard steps counted by hand."""
         self.num, self.num_by_hand = self.num - self.num_by_hand, 0
-        self.num -= not self.rounds.add(optimizer)
+        begins = [self.rounds.add(each) for each in optimizers]
+        self.num -= bool(begins) and not any(begins)
 
 
 class Watch:
@@ -313,6 +317,7 @@ class Watch:
             self.notes.append("another optimizer has stepped before the replay")
         with self._about(is_counted=True):
             self._end_step(scale, is_bad=bool(bad))
+        self._steps.count(*(each.optimizer for each in (*outcomes, *left_out) if each.optimizer))
 
     def _note_clipping(self, max_norm: float) -> None:
         self._max_norm = max_norm if self._is_here() else self._max_norm
@@ -339,6 +344,7 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
+        step.is_ahead = self._steps.rounds.is_ahead(given)
         values, taken = values_of(losses), self._taken
         is_begun = taken is not None and bool(taken.gradients) and not step.num_calls
         if is_begun and self._check_weights():  # before its closure; a loss may hide it
@@ -384,6 +390,7 @@ class Watch:
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
+        self._running.is_ahead = self._steps.rounds.is_ahead(made.call.still_there() or ())
         with self._about(is_counted=was_taken, is_leaving=not is_end):
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
@@ -467,7 +474,8 @@ class Watch:
         if ends and not step.is_bad and not have_finite_values(gradients):
             step.is_bad = True
             self._look(ends, None)
-        if self._capture.ends:
+        # A SAM moves weights by hand before its first optimizer steps.
+        if self._capture.ends or (optimizer is not None and self._steps.num_by_hand):
             if optimizer is not None:
                 self._steps.count(optimizer)
             self._is_spoiled |= step.is_bad
@@ -599,10 +607,10 @@ class Watch:
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
-            for other in filter(None, (root, self._capture.log.written)):
-                if found is None:
-                    calls = needed_for([other.call])
-                    found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
+            found = None if root is None else self._diagnosis_of(root, scale)
+            gradients = (weight.grad for weight in weights_of(calls))
+            bad = (grad for grad in gradients if grad is not None and not are_finite([grad]))
+            found = found or next(filter(None, map(self._of_write, bad)), None)
         if found is not None:
             if found.verdict == "data":
                 if found.cure and is_left_out and not is_last and not _is_of_the_model(found):
@@ -612,7 +620,7 @@ class Watch:
                     lines = found.cure.text.splitlines()
                     text = "\n".join(line for line in lines if LEAVE_OUT not in line)
                     found = replace(found, cure=replace(found.cure, text=text))
-                found = self._with_writer(found, calls)
+                found = self._of_written(found, calls)
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
@@ -632,26 +640,48 @@ class Watch:
         elif not is_left_out:
             self._report(self._seen_only(root))
 
-    def _with_writer(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
-        """Name first in the cure where the loop last wrote to a bad weight or argument of calls."""
+    def _diagnosis_of(self, value: Made, scale: float | None = None) -> Diagnosis | None:
+        """Return the diagnosis of a value that the loop computed, apart from a loss."""
+        calls = needed_for([value.call])
+        return diagnosis_of_calls(calls, value, scale, self._model_of(calls))[0]
+
+    def _of_write(self, tensor: Tensor) -> Diagnosis | None:
+        """Return the diagnosis of what the loop last wrote to a tensor in this step."""
+        value, at = self._capture.log.wrote(tensor)
+        found = None if value is None else self._diagnosis_of(value)
+        if found is None or at is None or found.verdict not in ("maths", "range"):
+            return found
+        name = names_in(self._last_model)(tensor) or name_in_code(tensor)
+        return replace(found, happened=COMES_FROM.format(name=name, line=line_text(at.line)))
+
+    def _of_written(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
+        """Name where the loop last wrote to a bad weight or argument of calls, first in the cure.
+
+        If it computed what it wrote from finite values, that is diagnosed instead.
+        """
         log = self._capture.log
         bad = [tensor for tensor in weights_of(calls) if not are_finite([tensor])]
         data = [] if _is_of_the_model(found) else bad_data(log.dataset)
-        places = (
-            at
-            for tensor in (*bad, *(tensor for tensor, _ in data))
-            if (at := log.spoilt_at.get(tensor) or log.written_at.get(tensor))
-        )
-        place = next(places, None)
+        places = ((each, log.wrote(each)[1]) for each in (*bad, *(each for each, _ in data)))
+        tensor, place = next((each for each in places if each[1]), (None, None))
+        halves = [each for each in map(log.halves.get, bad) if each and each.largest.isfinite()]
         if found.cure is None:
             return found
-        written = [] if place is None else [LAST_WRITE.format(line=line_text(place.line))]
-        for writes in filter(None, map(log.halves.get, bad)):
-            if math.isfinite(largest := writes.largest.item()):
-                line = line_text(writes.place.line)
-                written = [OVERFLOWED.format(largest=size_text(largest), line=line)]
-        text = "\n".join([*written, *(said for _, said in data), found.cure.text])
-        return replace(found, cure=replace(found.cure, text=text))
+        line, text = "" if place is None else line_text(place.line), [found.cure.text]
+        written = [LAST_WRITE.format(line=line)] if line else []
+        if halves:
+            largest, line = halves[-1].largest.item(), line_text(halves[-1].place.line)
+            written = [OVERFLOWED.format(largest=size_text(largest), line=line)]
+        elif tensor is not None and tensor not in log.spoilt_at:
+            own = self._of_write(tensor)
+            if own is not None and own.verdict in ("maths", "range"):
+                return own
+            if own is not None and own.bad is not None:
+                name = "it" if "without a name" in str(own.tensor) else own.tensor
+                text = [(place and of_loaded(place, own.bad)) or WROTE.format(name=name, line=line)]
+                written = []
+        text = [*written, *(said for _, said in data), *text]
+        return replace(found, cure=replace(found.cure, text="\n".join(text)))
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
@@ -675,12 +705,13 @@ class Watch:
     def _step(self) -> int:
         """The number of the current step, from 1: that of the record, if it has one."""
         steps, known = self._steps, self.number(self._is_counted)
-        if known or self._running.num_calls:  # the step ended with the first call of its closure
-            return known or steps.num
+        is_ahead, num_calls = self._running.is_ahead, self._running.num_calls
+        if known or num_calls:  # the step ended with the first call of its closure
+            return (known or steps.num) + (is_ahead and not (self._is_counted or num_calls))
         if optim.optimizer_step_depth() and not steps.rounds:
             return steps.num - steps.num_by_hand + 1
         if self._loss_scaler or steps.rounds or steps.num_by_hand:
-            return steps.num + (not steps.rounds.is_open)
+            return steps.num + (is_ahead or not steps.rounds.is_open)
         ends = self._capture.ends  # some may return gradients that a loss is computed of
         num = sum(not (end.kwargs or {}).get("create_graph") for end in ends) or len(ends[:1])
         return steps.num + num + steps.is_leaving
