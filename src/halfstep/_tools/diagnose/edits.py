@@ -218,7 +218,10 @@ _FINITE = tuple(
 _EMPTY = (Edit((CALL,), _zero_for_nan),)
 _REGULAR = tuple(Edit((0,), _regular, factor) for factor in (1, 1e3, 1e5))
 _DISTINCT = tuple(Edit((0,), _distinct, factor) for factor in (1, 1e2))
-_EXPONENT = (Edit((0,), _exponent(0.9)), Edit((0,), _exponent(0.25)))
+_EXPONENT = (
+    *(Edit((0,), _exponent(share)) for share in (0.9, 0.25)),
+    *(Edit((0,), _limited(None, size)) for size in ("10.0", "2.0")),
+)
 _INSIDE = (Edit((0,), _limited("-edge", "edge")), Edit((0,), _limited("-edge", "edge"), 1e2))
 
 _TABLE: dict[str, tuple[Edit, ...]] = {

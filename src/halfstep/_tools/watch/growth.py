@@ -83,9 +83,8 @@ class Growth:
         """Return what is known of the steps before one: losses of its line, unless they are few."""
         is_alone = len({at for _, _, at in self._losses}) == 1
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
-        loss = size = None
-        if len(last) >= 3:
-            loss, size = median(last), median(map(abs, last))
+        loss = median(last) if len(last) >= 3 else None
+        size = median(map(abs, last)) if last else None
         return Usual(loss, size, explain=partial(self.explain, step=step, calls=calls))
 
     def before_step(
