@@ -70,9 +70,13 @@ INNOCENT = (
     "whose diagnosis names the cause"
 )
 BY_HAND = (
-    "multiply the loss by {:.0f} in place of {:.0f}, and divide the gradients by that; or take a "
-    "halfstep.GradScaler, which finds the scale itself"
+    "take a halfstep.GradScaler in place of the factor {1:.0f}, since it adapts the scale: "
+    "scaler.scale(loss).backward(), scaler.unscale_(optimizer) in place of your division, "
+    "scaler.step(optimizer), scaler.update()\n"
+    "or multiply the loss by {0:.0f}, and divide the gradients by that"
 )
+MARGIN = 32.0
+"""How far a scale that does not adapt is below the one that is finite now: gradients grow."""
 LEAVE_OUT = "leave this batch out"
 WITHOUT_ROWS = (
     "leave out its bad rows, best where it is made: "
@@ -300,13 +304,17 @@ def judge(
     )
     scale = run.scale or run.by_hand
     cure: Cure | None = None
+    margin = MARGIN if run.scale is None else 1.0
     if scale and may_be_scale and (smaller := cure_search.smaller_scale(trial, scale, bad)):
+        smaller = max(smaller / margin, cure_search.SMALLEST_SCALE)
         cure = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
     elif scale and run.by_hand and found.is_scaling and bad.excess:  # no replay multiplies by less
-        cure = cure_search.of_scale(cure_search.power_below(scale / bad.excess / 2))
+        cure = cure_search.of_scale(cure_search.power_below(scale / bad.excess / 2 / margin))
     if cure is not None:
         if run.scale is None:
-            cure = replace(cure, text=BY_HAND.format(cure.scale, scale))
+            tried = f"what was tried is the factor {cure.scale:.0f}"
+            remarks = (*cure.remarks, *[tried][: bool(cure.trial)])
+            cure = replace(cure, text=BY_HAND.format(cure.scale, scale), remarks=remarks)
         judged = Diagnosis("scale", bad, None, found.ends, scale, cure)
         return (cure.is_finite is False and trial.usual.explain(judged)) or judged
     if not is_wide_finite and bad.is_beyond_its_dtype:
