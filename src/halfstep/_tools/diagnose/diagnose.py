@@ -73,7 +73,7 @@ BY_HAND = (
     "take a halfstep.GradScaler in place of the factor {1:.0f}, since it adapts the scale: "
     "scaler.scale(loss).backward(), scaler.unscale_(optimizer) in place of your division, "
     "scaler.step(optimizer), scaler.update()\n"
-    "or multiply the loss by {0:.0f}, and divide the gradients by that"
+    "or multiply the loss by {0:.0f}{2}, and divide the gradients by that"
 )
 MARGIN = 32.0
 """How far a scale that does not adapt is below the one that is finite now: gradients grow."""
@@ -312,9 +312,8 @@ def judge(
         cure = cure_search.of_scale(cure_search.power_below(scale / bad.excess / 2 / margin))
     if cure is not None:
         if run.scale is None:
-            tried = f"what was tried is the factor {cure.scale:.0f}"
-            remarks = (*cure.remarks, *[tried][: bool(cure.trial)])
-            cure = replace(cure, text=BY_HAND.format(cure.scale, scale), remarks=remarks)
+            tried = ", which was tried" if cure.trial else ""
+            cure = replace(cure, text=BY_HAND.format(cure.scale, scale, tried))
         judged = Diagnosis("scale", bad, None, found.ends, scale, cure)
         return (cure.is_finite is False and trial.usual.explain(judged)) or judged
     if not is_wide_finite and bad.is_beyond_its_dtype:

@@ -21,8 +21,6 @@ MOST = 0.5
 """The share of values above which an edit computes something else."""
 NEARLY = 0.9
 """The factor by which that share falls in a trial if the values come back."""
-ALMOST_NONE = 0.1
-"""The factor by which it falls if almost all of them do."""
 
 
 def flaw_of(cure: Cure, usual: Usual) -> Flaw:
@@ -42,7 +40,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_far |= usual.size is not None and abs(losses[-1]) > FAR**4 * max(usual.size, 1.0)
     is_usual = not cure.losses or usual.is_like(losses[0])
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
-    is_back = last <= ALMOST_NONE * first
+    is_back = last <= first / 10  # almost all of the values
     is_most = last > MOST and last > NEARLY * first and not is_falling
     if is_most or is_far or (is_standing and cure.has_small_steps) or (is_rising and not is_back):
         return Flaw.NO_CURE

@@ -224,10 +224,9 @@ class Formulas(TorchFunctionMode):
         """
         found = [each for each in reversed(self._found) if each.has(bad)]
         new = [each for each in found if not self._is_applied(each.form.root)]
-        inner = [each for each in new if any(o.has(each.form.root) for o in found if o is not each)]
-        outer = [each.form for each in new if each not in inner]
-        alone = [[each.form] for each in new]
-        return [outer, *(each for each in alone if each != outer)] if outer else alone
+        outer = [e for e in new if not any(o.has(e.form.root) for o in found if o is not e)]
+        ways = [*([outer] if outer[1:] else []), *([each] for each in new)]
+        return [[each.form for each in way] for way in ways]
 
     def _is_applied(self, root: UserCall) -> bool:
         return any(root.is_at(each) for each in self._applied)
