@@ -181,7 +181,7 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
     if form is not None and form.edits:
         return form
     edits = islice(edits_of(call.function), MOST_EDITS_TRIED)
-    return form or _best(trial, first, [], (_of_edit(trial, call, edit) for edit in edits))
+    return form or _best(trial, first, [], (of_edit(trial, call, edit) for edit in edits))
 
 
 MOST_ORIGINS = 4
@@ -419,14 +419,14 @@ def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterat
             for edit in edits_of_source(call.function, maker.function):
                 is_item = maker.is_part and row_name(maker.call.function) in SPLITS
                 at = edit._replace(slots=(item_slot(maker.item),)) if is_item else edit
-                yield _of_edit(trial, maker.call, at)
+                yield of_edit(trial, maker.call, at)
 
 
 def _of_makers(trial: CureTrial, makers: list[Maker]) -> Iterator[Cure | None]:
     """Yield clamps of the results of calls before the bad one."""
     for maker in [each for each in makers if not each.is_part][:MOST_MAKERS]:
         for edit in OF_RESULTS:
-            cure = _of_edit(trial, maker.call, edit)
+            cure = of_edit(trial, maker.call, edit)
             yield cure if cure is not None and cure.edits else None
 
 
@@ -477,7 +477,7 @@ def _of_edits(
         yield _of_placed(best, is_finite=False)
 
 
-def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
+def of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
     """Return one edit as the cure if the step is finite with it."""
     edits: Edits = ((call, edit),)
     tried = trial.edited(edits, trial.scale)

@@ -33,6 +33,7 @@ from halfstep._tools.diagnose.inspect_op import (
     named_by,
 )
 from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
+from halfstep._tools.diagnose.recurrence import of_recurrence
 from halfstep._tools.diagnose.several_steps import UNKNOWN, Usual
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
@@ -329,7 +330,9 @@ def judge(
     try:
         if verdict == "range":
             return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
-        return replace(judged, cure=cure_search.of_maths(trial, blame, call))
+        may_grow = bad.is_overflow and bad.phase == "forward"
+        cure = of_recurrence(trial, call) if may_grow else None
+        return replace(judged, cure=cure or cure_search.of_maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
     return judged

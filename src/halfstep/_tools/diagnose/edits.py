@@ -288,6 +288,15 @@ OF_RESULTS = (
 )
 """Clamps of the result of an earlier call, for a bad call outside the user's source."""
 
+
+def _normed(value: Any, eps: float) -> str | None:
+    is_matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+    return "F.layer_norm({0}, {0}.shape[-1:])" if is_matrix else None
+
+
+NORM = Edit((0,), _normed)
+"""A norm of what a call reads, if that grows from call to call."""
+
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""
 _OF_EXPONENTS = (Edit((CALL,), _limited("-30", "10")), Edit((CALL,), _limited("-30", "20")))

@@ -255,7 +255,8 @@ class _Changes:
         """
         if self._is_of_numbers and self._num_divisors >= FEW:
             return self._num_replaced / self._num_divisors
-        return self._num_lost / self._of if self._of >= FEW else 0.0
+        is_known = self._of >= FEW or 1 < self._of == self._num_lost
+        return self._num_lost / self._of if is_known else 0.0
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
