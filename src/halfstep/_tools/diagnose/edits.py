@@ -24,6 +24,8 @@ CALL = "call"
 """The slot of the call itself."""
 SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 """Functions that return parts of a tensor as a tuple."""
+UNCAST = "uncast"
+"""The slot of a cast whose argument takes the place of the whole call."""
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
 USUAL_NAMES = ("input", "other", "var")
@@ -44,7 +46,7 @@ def item_of(slot: int | str) -> int | None:
 class Edit(NamedTuple):
     """Edit of a call."""
 
-    slots: tuple[int | str, ...]  # arguments, keywords, NARROW or CALL
+    slots: tuple[int | str, ...]  # arguments, keywords, NARROW, UNCAST or CALL
     expression: Expression
     factor: float = 1.0  # for the small number
     told: str = ""  # the expression to show if a PyTorch module makes the call
@@ -167,6 +169,10 @@ def _cast_to(name: str) -> Expression:
     return expression
 
 
+def _wide(value: Any, eps: float) -> str | None:
+    return "{}.float()" if _is_narrow(value) else "{}"
+
+
 def _is(text: str) -> Expression:
     return lambda value, eps: text
 
@@ -238,6 +244,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "acos asin atanh arccos arcsin arctanh erfinv": _INSIDE,
     "acosh arccosh": (Edit((0,), _limited("1+eps", None)), Edit((0,), _limited("1+eps", None), 10)),
     "logit": _EPS,
+    "half to type type_as bfloat16": (Edit((UNCAST,), _wide), *_FINITE),
     "softmax log_softmax softmin safe_softmax logsumexp logcumsumexp": _SCORES,
     "logaddexp logaddexp2": (*_SCORES, Edit((0, 1), _limited(f"-{_FAR}", None))),
     "scaled_dot_product_attention": (Edit(("attn_mask",), _some_key), *_FINITE),

@@ -11,7 +11,7 @@ import functools
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._tools.diagnose.edits import CALL, USUAL_NAMES, item_of, row_name
+from halfstep._tools.diagnose.edits import CALL, UNCAST, USUAL_NAMES, item_of, row_name
 from halfstep._tools.line import LineEdit, short_path
 from halfstep._tools.trace.rows import grouped
 from halfstep._tools.user_code import Spot, tree_in, tree_of
@@ -106,6 +106,8 @@ def _change_in_words(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
+    if slot == UNCAST:
+        return f"use {text('x')} in its place, where x is its first argument"
     if (item := item_of(slot)) is not None:
         return f"use {text('x')} for x, item {item + 1} of what it returns"
     if isinstance(slot, str):
@@ -174,6 +176,11 @@ class Source:
             return False
         if slot == CALL:
             return self._wrap(node, change.expression)
+        if slot == UNCAST:
+            match argument(node, replace(change, slot=0)), self._around(change.expression):
+                case ast.expr() as of, Callable() as around if isinstance(node, ast.expr):
+                    return self._change(node, lambda _: around(of))
+            return False
         if (item := item_of(slot)) is not None:
             return self._bind_again(node, item, change.expression)
         if isinstance(slot, int):

@@ -14,6 +14,7 @@ from halfstep._common.numbers import things
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import (
     CALL,
+    UNCAST,
     USUAL_NAMES,
     Edit,
     evaluated,
@@ -158,6 +159,8 @@ class UserCalls(TorchFunctionMode):
             slots = self._edits[number][1].slots_in(given, named)
             if not slots:
                 raise NotApplicable
+            if slots == (UNCAST,):
+                return self._changed(running, number, UNCAST, given[0])
             for slot in slots:
                 if slot == CALL or item_of(slot) is not None:
                     of_result.append((number, slot))
@@ -251,18 +254,19 @@ class _Changes:
     def share(self) -> float:
         """The share of values that get no gradient any more, or of divisors that an eps replaces.
 
-        Infinities that are clamped, and divisors of 0, had none before.
+        Of data, it is that of values whose size is cut off. Infinities that are clamped, and
+        divisors of 0, had none before.
         """
         if self._is_of_numbers and self._num_divisors >= FEW:
             return self._num_replaced / self._num_divisors
-        is_known = self._of >= FEW or 1 < self._of == self._num_lost
-        return self._num_lost / self._of if is_known else 0.0
+        return self._num_lost / self._of if self._of >= FEW else 0.0
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
         self._num += int(changed.sum())
         self._of += changed.numel()
-        self._num_lost += int((changed & before.isfinite()).sum()) if before.requires_grad else 0
+        is_lost = changed if before.requires_grad else before.detach().abs() > after.detach().abs()
+        self._num_lost += int((is_lost & before.isfinite()).sum())
         self._is_of_data |= not before.requires_grad
         self._is_left_out = bool(after[changed].isinf().any())
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
