@@ -97,6 +97,12 @@ def pairs(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, (torch.arange(len(out)) - 8) % len(out))
 
 
+def both_pairs(out: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(out, dim=1)
+    logits, each = z @ z.roll(8, 0).T / 0.005, torch.arange(len(z))
+    return (F.cross_entropy(logits, each) + F.cross_entropy(logits.T, each)) / 2
+
+
 def squares(out: Tensor, y: Tensor) -> Tensor:
     return (out.squeeze(1).sigmoid() - y).square().mean()
 

@@ -122,6 +122,8 @@ def _cures(truth: _Truth, found: Diagnosis, folder: Path) -> bool | None:
         given = f', policy="{found.cure.policy}"'
         source = truth.source.replace(region, region.replace("torch.a", "halfstep.a") + given)
         source = source.replace("import torch\n", "import halfstep\nimport torch\n", 1)
+    elif found.cure.kind == "scale":
+        source = truth.source.replace(str(found.scale), str(found.cure.scale))
     else:
         return False
     with suppress(Exception):

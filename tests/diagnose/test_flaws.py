@@ -10,14 +10,14 @@ from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.several_steps import Usual
 
-OF_SGD, SMALL = "20 steps of SGD on this batch", "20 small steps on this batch"
+OF_SGD, SMALL = False, True  # whether the steps of the trial were small
 
 
 @pytest.mark.parametrize(
-    ("trial", "losses", "changed", "flaw"),
+    ("is_small", "losses", "changed", "flaw"),
     [
         (OF_SGD, (3.0, 2.0), (), Flaw.NONE),
-        ("", (), (), Flaw.NONE),
+        (OF_SGD, (), (), Flaw.NONE),
         (OF_SGD, (0.0, 0.0), (), Flaw.NONE),  # nothing is to be learned from the batch
         (OF_SGD, (3.0, 2.0), (0.1, 0.0), Flaw.NONE),  # the values come back
         (OF_SGD, (3.0, 2.0), (0.1, 0.05), Flaw.DOUBT),
@@ -27,7 +27,10 @@ OF_SGD, SMALL = "20 steps of SGD on this batch", "20 small steps on this batch"
         (SMALL, (3.0, 4.0), (), Flaw.NONE),
         (SMALL, (3.0, 3.0), (), Flaw.NO_CURE),
         (OF_SGD, (3.0, 4.0), (0.1, 0.05), Flaw.NO_CURE),
+        (OF_SGD, (3.0, 4.0), (0.1, 0.01), Flaw.DOUBT),  # almost all come back
         (OF_SGD, (3.0, -9e34), (), Flaw.NO_CURE),
+        (OF_SGD, (-9e34, -9e34), (), Flaw.NO_CURE),  # far from those before it
+        (OF_SGD, (1e16, 6e15), (0.1, 0.01), Flaw.NO_CURE),
         (OF_SGD, (300.0, 290.0), (0.6, 0.6), Flaw.NO_CURE),
         (OF_SGD, (300.0, 290.0), (0.6, 0.52), Flaw.DOUBT),
         (OF_SGD, (3.0, 2.9), (0.6, 0.6), Flaw.DOUBT),  # it falls as before
@@ -35,9 +38,9 @@ OF_SGD, SMALL = "20 steps of SGD on this batch", "20 small steps on this batch"
     ],
 )
 def test_what_a_trial_says_against_a_change(
-    trial: str, losses: Any, changed: Any, flaw: Flaw
+    is_small: bool, losses: Any, changed: Any, flaw: Flaw
 ) -> None:
-    cure = Cure("code", "x", is_finite=True, trial=trial, losses=losses, changed=changed)
+    cure = Cure("code", "x", True, has_small_steps=is_small, losses=losses, changed=changed)
     assert flaw_of(cure, Usual(loss=3.0, size=3.0)) is flaw
 
 

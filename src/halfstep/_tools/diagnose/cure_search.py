@@ -183,7 +183,7 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
     if form is not None and form.edits:
         return form
     edits = islice(edits_of(call.function), MOST_EDITS_TRIED)
-    return form or _best(trial, [], (_of_edit(trial, call, edit) for edit in edits))
+    return form or _best(trial, first, [], (of_edit(trial, call, edit) for edit in edits))
 
 
 MOST_ORIGINS = 4
@@ -293,7 +293,7 @@ def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | No
     if form is not None and form.edits:
         return form
     makers = trial.makers(blame)
-    cure = _best(trial, makers, _of_calls(trial, blame, call, makers))
+    cure = _best(trial, blame, makers, _of_calls(trial, blame, call, makers))
     if form is None:
         return cure
     if cure is None or cure.kind == "look" or fall(cure.losses) < fall(form.losses) / 2:
@@ -324,7 +324,9 @@ def _of_calls(
     yield from in_words
 
 
-def _best(trial: CureTrial, makers: list[Maker], cures: Iterable[Cure | None]) -> Cure | None:
+def _best(
+    trial: CureTrial, blame: Blame, makers: list[Maker], cures: Iterable[Cure | None]
+) -> Cure | None:
     """Return the first cure without a flaw, else the one with the least.
 
     If all that are finite are no cures, a note has the first, and what is returned is where to
@@ -347,13 +349,13 @@ def _best(trial: CureTrial, makers: list[Maker], cures: Iterable[Cure | None]) -
         return cure
     said, why = cure.text.replace("\n", "; "), "; ".join(shown(cure))
     trial.replayer.notes.append(f"finite, but no cure: {said}: {why}")
-    return _where_to_look(makers)
+    return _where_to_look(blame, makers)
 
 
 MOST_FINITE = 6
 """The number of changes with which the step is finite after which no more are tried."""
 MOST_FORMS = 3
-"""The largest number of formulas around a bad call, outer ones first, that are tried."""
+"""The largest number of ways to rewrite the formulas around a bad call that are tried."""
 
 
 def of_formula(trial: CureTrial, call: UserCall) -> Cure | None:
@@ -367,14 +369,14 @@ def of_formula(trial: CureTrial, call: UserCall) -> Cure | None:
 def _of_formulas(
     trial: CureTrial, call: UserCall, formulas: Formulas, chosen: list[StableForm]
 ) -> Cure | None:
-    """Rewrite a formula with the bad call, then one with the call that is bad after that."""
-    for form in formulas.around(call)[:MOST_FORMS]:
-        now = [*chosen, form]
+    """Rewrite formulas with the bad call, then those with the call that is bad after that."""
+    for forms in formulas.around(call)[:MOST_FORMS]:
+        now = [*chosen, *forms]
         tried, found = trial.rewritten(now)
         if tried.blame is None:
             return _of_forms(trial, now)
         after = call_of(tried.calls, tried.blame)
-        if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
+        if after is not None and len(now) < MOST_EDITS:
             cure = _of_formulas(trial, after, found, now)
             if cure is not None:
                 return cure
@@ -387,11 +389,11 @@ def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
     return trial.judged(cure, lambda: Formulas(roots))
 
 
-def _where_to_look(makers: list[Maker]) -> Cure:
+def _where_to_look(blame: Blame, makers: list[Maker]) -> Cure:
     """Return where to look if no change was a cure: what made the operands of the bad call."""
     small = (each.call.place.line for each in makers if each.call.function in _SMALL)
     line = next(small, None)
-    if line is not None:
+    if line is not None and blame.op not in _SMALL:
         return Cure("look", IN_LOGS.format(line.number))
     made = (
         f": {makers[0].call.function} in line {makers[0].call.place.line.number}" if makers else ""
@@ -419,14 +421,14 @@ def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterat
             for edit in edits_of_source(call.function, maker.function):
                 is_item = maker.is_part and row_name(maker.call.function) in SPLITS
                 at = edit._replace(slots=(item_slot(maker.item),)) if is_item else edit
-                yield _of_edit(trial, maker.call, at)
+                yield of_edit(trial, maker.call, at)
 
 
 def _of_makers(trial: CureTrial, makers: list[Maker]) -> Iterator[Cure | None]:
     """Yield clamps of the results of calls before the bad one."""
     for maker in [each for each in makers if not each.is_part][:MOST_MAKERS]:
         for edit in OF_RESULTS:
-            cure = _of_edit(trial, maker.call, edit)
+            cure = of_edit(trial, maker.call, edit)
             yield cure if cure is not None and cure.edits else None
 
 
@@ -435,7 +437,7 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     if call is None:
         return None
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
-    return _best(trial, [], chain(_of_cast(trial, blame, call), cures))
+    return _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
 
 
 _SHRINKING = ("div", "truediv", "mul", "sub", "log", "log1p", "log10", "sqrt")
@@ -466,12 +468,12 @@ def _of_edits(
     edits_for: Callable[[str], Iterable[Edit]] = edits_of,
     chosen: Edits = (),
 ) -> Iterator[Cure | None]:
-    """Edit the bad call, then the call that is bad after that edit, and so on.
+    """Edit the bad call alone, then also the call that is bad after that edit, and so on.
 
     ``edits_for`` returns the edits of a function, the least invasive first. The edits ``chosen``
     for other calls are applied too. What is not finite comes last.
     """
-    best = None
+    best, further = None, []
     for edit in islice(edits_for(call.function), MOST_EDITS_TRIED):
         now = (*chosen, (call, edit))
         if trial.replayer.num_replays >= MOST_REPLAYS:
@@ -491,12 +493,14 @@ def _of_edits(
             return
         after = call_of(tried.calls, tried.blame)
         if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
-            yield from _of_edits(trial, tried.blame, after, edits_for, now)
+            further.append((tried.blame, after, now))
+    for blame, after, now in further:
+        yield from _of_edits(trial, blame, after, edits_for, now)
     if best is not None and not chosen:
         yield _of_placed(best, is_finite=False)
 
 
-def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
+def of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
     """Return one edit as the cure if the step is finite with it."""
     edits: Edits = ((call, edit),)
     tried = trial.edited(edits, trial.scale)

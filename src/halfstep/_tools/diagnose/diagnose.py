@@ -33,6 +33,7 @@ from halfstep._tools.diagnose.inspect_op import (
     named_by,
 )
 from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
+from halfstep._tools.diagnose.recurrence import of_recurrence
 from halfstep._tools.diagnose.several_steps import UNKNOWN, Usual
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
@@ -70,9 +71,13 @@ INNOCENT = (
     "whose diagnosis names the cause"
 )
 BY_HAND = (
-    "multiply the loss by {:.0f} in place of {:.0f}, and divide the gradients by that; or take a "
-    "halfstep.GradScaler, which finds the scale itself"
+    "take a halfstep.GradScaler in place of the factor {1:.0f}, since it adapts the scale: "
+    "scaler.scale(loss).backward(), scaler.unscale_(optimizer) in place of your division, "
+    "scaler.step(optimizer), scaler.update()\n"
+    "or multiply the loss by {0:.0f}{2}, and divide the gradients by that"
 )
+MARGIN = 32.0
+"""How far a scale that does not adapt is below the one that is finite now: gradients grow."""
 LEAVE_OUT = "leave this batch out"
 WITHOUT_ROWS = (
     "leave out its bad rows, best where it is made: "
@@ -300,13 +305,16 @@ def judge(
     )
     scale = run.scale or run.by_hand
     cure: Cure | None = None
+    margin = MARGIN if run.scale is None else 1.0
     if scale and may_be_scale and (smaller := cure_search.smaller_scale(trial, scale, bad)):
+        smaller = max(smaller / margin, cure_search.SMALLEST_SCALE)
         cure = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
     elif scale and run.by_hand and found.is_scaling and bad.excess:  # no replay multiplies by less
-        cure = cure_search.of_scale(cure_search.power_below(scale / bad.excess / 2))
+        cure = cure_search.of_scale(cure_search.power_below(scale / bad.excess / 2 / margin))
     if cure is not None:
         if run.scale is None:
-            cure = replace(cure, text=BY_HAND.format(cure.scale, scale))
+            tried = ", which was tried" if cure.trial else ""
+            cure = replace(cure, text=BY_HAND.format(cure.scale, scale, tried))
         judged = Diagnosis("scale", bad, None, found.ends, scale, cure)
         return (cure.is_finite is False and trial.usual.explain(judged)) or judged
     if not is_wide_finite and bad.is_beyond_its_dtype:
@@ -322,7 +330,9 @@ def judge(
     try:
         if verdict == "range":
             return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
-        return replace(judged, cure=cure_search.of_maths(trial, blame, call))
+        may_grow = bad.is_overflow and bad.phase == "forward"
+        cure = of_recurrence(trial, call) if may_grow else None
+        return replace(judged, cure=cure or cure_search.of_maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
     return judged

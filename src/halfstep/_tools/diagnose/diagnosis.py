@@ -132,6 +132,7 @@ class Cure:
         edits: The statements to replace; empty if ``text`` is not source code of the user's.
         trial: The steps that were taken with it in replays, such as ``"20 steps of Adam on this
             batch"``; empty if there were none.
+        has_small_steps: Whether they were no optimizer's, and too small to make a loss rise.
         losses: The losses of the batch before each of these steps on it, and after the last.
         remarks: What it changes, and how its loss compares with those of the run.
         changed: The largest share of values that one of its edits takes from where they were, which
@@ -146,14 +147,10 @@ class Cure:
     dtype: str | None = None
     edits: tuple[LineEdit, ...] = ()
     trial: str = ""
+    has_small_steps: bool = False
     losses: tuple[Finite, ...] = ()
     remarks: tuple[str, ...] = ()
     changed: tuple[Finite, ...] = ()
-
-    @property
-    def has_small_steps(self) -> bool:
-        """Whether the steps of the trial were no optimizer's, and too small to make a loss rise."""
-        return "small" in self.trial
 
 
 @dataclass(frozen=True)

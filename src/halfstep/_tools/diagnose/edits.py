@@ -220,7 +220,10 @@ _FINITE = tuple(
 _EMPTY = (Edit((CALL,), _zero_for_nan),)
 _REGULAR = tuple(Edit((0,), _regular, factor) for factor in (1, 1e3, 1e5))
 _DISTINCT = tuple(Edit((0,), _distinct, factor) for factor in (1, 1e2))
-_EXPONENT = (Edit((0,), _exponent(0.9)), Edit((0,), _exponent(0.25)))
+_EXPONENT = (
+    *(Edit((0,), _exponent(share)) for share in (0.9, 0.25)),
+    *(Edit((0,), _limited(None, size)) for size in ("10.0", "2.0")),
+)
 _INSIDE = (Edit((0,), _limited("-edge", "edge")), Edit((0,), _limited("-edge", "edge"), 1e2))
 
 _TABLE: dict[str, tuple[Edit, ...]] = {
@@ -296,6 +299,15 @@ OF_RESULTS = (
     Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
 )
 """Clamps of the result of an earlier call, for a bad call outside the user's source."""
+
+
+def _normed(value: Any, eps: float) -> str | None:
+    is_matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+    return "F.layer_norm({0}, {0}.shape[-1:])" if is_matrix else None
+
+
+NORM = Edit((0,), _normed)
+"""A norm of what a call reads, if that grows from call to call."""
 
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""

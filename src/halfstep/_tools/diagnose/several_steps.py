@@ -48,7 +48,8 @@ _LEAST_SIZE = 0.01
 class Usual:
     """What is known of the steps of a run before a bad one.
 
-    ``loss`` and ``size`` are the median of the last losses and of their magnitudes.
+    ``loss`` and ``size`` are the median of the last losses, if they are three or more, and of their
+    magnitudes.
     """
 
     loss: float | None = None
@@ -96,6 +97,7 @@ class SeveralSteps(OpObserver):
         self._seen: list[float] = []
         self._scaled: list[float] = []  # losses since the last root
         self._loss: float | None = None
+        self._run = StepRun()
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.losses: list[float] = []  # of the batch, before each step on it and after the last
         self.others: list[float] = []  # of the batch before
@@ -128,10 +130,11 @@ class SeveralSteps(OpObserver):
 
     def take(self, step: Step, run: StepRun) -> None:
         """Take steps until one goes bad, none can be taken, or the time is over."""
+        self._run = run
         batches, before = [(step, self.losses)], self._usual.step
         if before is not None and self._is_finite(before, self.others):
             batches.append((before, self.others))
-            self.norm_before = self._norm(run)
+            self.norm_before = self._norm()
         while self.num < MOST_STEPS and time.perf_counter() < self._end:
             now, losses = batches[self.num % len(batches)]
             if not self._is_finite(now, losses):
@@ -139,7 +142,7 @@ class SeveralSteps(OpObserver):
                 self.why_not = "it has no finite loss to follow"
                 return
             try:
-                if not self._advance(run, now):
+                if not self._advance(now):
                     return
             except _NotFinite:
                 self.num = self.fails_at = self.num + 1
@@ -158,15 +161,20 @@ class SeveralSteps(OpObserver):
             step()
         if not all(map(math.isfinite, self._seen)):
             return False
-        losses += [] if self._loss is None else [self._loss]
+        losses += [] if self._loss is None else [self._loss / self.factor]
         return bool(self._seen or self.takers)
 
-    def _norm(self, run: StepRun) -> float:
+    @property
+    def factor(self) -> float:
+        """The number by which the code itself multiplies a loss, if a change is one of it."""
+        return 1.0 if self._run.scale is None else self._run.by_hand or 1.0
+
+    def _norm(self) -> float:
         with modes.unseen_by_modes(), torch.no_grad():
             norms = [float(grad.float().norm()) for _, grad in self._gradients.values()]
-            return math.hypot(*norms) / ((run.scale or 1.0) * run.backoff)
+            return math.hypot(*norms) / ((self._run.scale or 1.0) * self._run.backoff)
 
-    def _advance(self, run: StepRun, now: Step) -> bool:
+    def _advance(self, now: Step) -> bool:
         """Take the step, after ``now`` has made gradients; return whether one was taken."""
         if self._steps_itself:
             return True
@@ -175,7 +183,8 @@ class SeveralSteps(OpObserver):
         if sum(leaf.nbytes for leaf in leaves) > LARGEST:  # a replay copies them, and states
             self.why_not = f"its weights take more than {LARGEST >> 30} GiB"
             return False
-        scale, norm = (run.scale or 1.0) * run.backoff, self._norm(run)
+        run, norm = self._run, self._norm()
+        scale = (run.scale or 1.0) * run.backoff
         self.norm = self.norm if self.num else norm
         if run.scale is not None and not math.isfinite(norm):
             run.backoff /= 16  # a scaler skips it
@@ -284,10 +293,10 @@ def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
     if math.inf > steps.norm > FAR_GRADIENT * steps.norm_before > 0:
         times = number(steps.norm / steps.norm_before)
         found.append(f"the gradient of the first step with it is {times} times the last one")
-    if steps.losses and not usual.is_like(steps.losses[0]):
+    if steps.losses and not usual.is_like(steps.losses[0] * steps.factor):
         found.append(
             f"the loss of this batch is {number(steps.losses[0])} with it; those before it were "
-            f"about {number(usual.loss)}"
+            f"about {number((usual.loss or 0.0) / steps.factor)}"
         )
     return found
 

@@ -39,6 +39,7 @@ _LOGS = {
         "torch.logsumexp(L(input), dim, keepdim=keepdim) - torch.tensor(L(input).shape[dim]).log()",
     ),
     "masked_fill": ("input mask value", "L(input).masked_fill(mask, L(value))"),
+    "trace": ("input", "torch.logsumexp(L(input).diagonal(), 0)"),
     "prod": ("input dim keepdim", "L(input).sum(dim, keepdim=keepdim)"),
     "cumsum": ("input dim", "torch.logcumsumexp(L(input), dim)"),
     "cumprod": ("input dim", "torch.cumsum(L(input), dim)"),
@@ -88,6 +89,8 @@ _SIMPLER = [
     for formula, simpler in (
         ("x - torch.logsumexp(x, d, keepdim=True)", "torch.log_softmax(x, d)"),
         ("torch.exp(torch.log_softmax(x, d))", "torch.softmax(x, d)"),
+        ("x.diagonal() - torch.logsumexp(x, d)", "torch.log_softmax(x, d).diagonal()"),
+        ("x.diag() - torch.logsumexp(x, d)", "torch.log_softmax(x, d).diag()"),
         ("0.0 - x", "-x"),
         ("x + 0.0", "x"),
         ("x - 0.0", "x"),
@@ -99,11 +102,15 @@ _SIMPLER = [
 ]
 _SMALLEST_TERM = 1e-4
 """The largest number that was added only to keep a logarithm from 0; a stable form needs none."""
+_FLOORS = {"clamp", "clamp_min", "clip"}
+"""Functions that raise numbers to a smallest one, of which the same holds."""
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+"""The names that NumPy gives to arguments, and those that PyTorch gives them."""
 _WITHOUT_EFFECT = (None, False, 1)
 """The defaults of further arguments, such as ``rounding_mode`` and ``alpha``."""
 
 
-_INNER = {*_LOGS, *_SELECT, *_JOIN, "rsub", "sub"}
+_INNER = {*_LOGS, *_SELECT, *_JOIN, *_FLOORS, "rsub", "sub"}
 """The functions through which the logarithm passes."""
 
 
@@ -141,12 +148,14 @@ class _Call:
     def arguments(self, names: str) -> dict[str, _Argument]:
         """Return the arguments by name; those that are not given are None."""
         known = names.split()
-        given = dict(zip(known, self.args, strict=False)) | self.kwargs
+        slots: dict[str, Slot] = {name: slot for slot, name in enumerate(known)}
+        slots |= {_OF_NUMPY.get(name, name): name for name in self.kwargs}
+        named = {_OF_NUMPY.get(name, name): value for name, value in self.kwargs.items()}
+        given = dict(zip(known, self.args, strict=False)) | named
         others = [each for name, each in given.items() if name not in (*known, "_stacklevel")]
         others += self.args[len(known) :]
         if any(isinstance(value, Tensor) or value not in _WITHOUT_EFFECT for value in others):
             raise _NoForm
-        slots = {name: name if name in self.kwargs else slot for slot, name in enumerate(known)}
         return {name: _Argument(given.get(name), self, slots[name]) for name in known}
 
 
@@ -208,13 +217,19 @@ class Formulas(TorchFunctionMode):
         self._made: dict[int, _Result] = {}
         self._found: list[_Derivation] = []
 
-    def around(self, bad: UserCall) -> list[StableForm]:
-        """Return the stable forms of the formulas with a call, the outer ones first."""
-        return [
-            each.form
-            for each in reversed(self._found)
-            if any(part.user_call.is_at(bad) for part in each.parts)
-        ]
+    def around(self, bad: UserCall) -> list[list[StableForm]]:
+        """Return the stable forms with a call that are not applied yet, to be applied in turn.
+
+        All that are in no other come first, then each alone, the outer ones first.
+        """
+        found = [each for each in reversed(self._found) if each.has(bad)]
+        new = [each for each in found if not self._is_applied(each.form.root)]
+        outer = [e for e in new if not any(o.has(e.form.root) for o in found if o is not e)]
+        ways = [*([outer] if outer[1:] else []), *([each] for each in new)]
+        return [[each.form for each in way] for way in ways]
+
+    def _is_applied(self, root: UserCall) -> bool:
+        return any(root.is_at(each) for each in self._applied)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -224,7 +239,7 @@ class Formulas(TorchFunctionMode):
         is_new &= not writes_to_first(function)
         call = _called(func, args, kwargs) if is_new else None
         form = None if call is None else self._form(call)
-        if form is not None and any(form.root.is_at(each) for each in self._applied):
+        if form is not None and self._is_applied(form.root):
             result = form.evaluated()
         else:
             result = func(*args, **kwargs)
@@ -264,6 +279,9 @@ class _Derivation:
         rewrite = Rewrite(root.placed, tree, operands, [part.placed for part in self.parts])
         values = {name: each.value for name, each in self._operands.items()}
         self.form = StableForm(root.user_call, rewrite, values)
+
+    def has(self, call: UserCall) -> bool:
+        return any(part.user_call.is_at(call) for part in self.parts)
 
     def _filled(self, rule: str, arguments: Mapping[str, _Argument | ast.expr]) -> ast.expr:
         """Return the expression of a rule; arguments that are not given are left out of it."""
@@ -330,6 +348,8 @@ class _Derivation:
             return self._of_joined(call)
         if call.name == "sub":
             return self._of_difference(call)
+        if call.name in _FLOORS:
+            return self._of_floor(**call.arguments("input min max"))
         names, rule = _LOGS[call.name]
         arguments = call.arguments(names)
         if call.name in _OF_ALL and arguments["dim"].value is None:
@@ -369,6 +389,12 @@ class _Derivation:
         rule = "F.softplus(input - other) + other"
         return self._filled(rule, {"input": log, "other": of_term})
 
+    def _of_floor(self, input: _Argument, min: _Argument, max: _Argument) -> ast.expr:
+        """Return the logarithm of a tensor that is kept from 0, and from 1, by little."""
+        _check(min.is_number and 0 <= min.value <= _SMALLEST_TERM)
+        _check(max.value is None or (max.is_number and 0 <= 1 - max.value <= _SMALLEST_TERM))
+        return self.log(input)
+
     def _of_rest(self, given: _Argument) -> ast.expr:
         """Return the logarithm of 1 - x, where x is a sigmoid."""
         made = self._made.get(id(given.value))
@@ -394,9 +420,8 @@ class _Derivation:
         """Return the logarithm of the sums of the rows of a matrix minus its diagonal."""
         arguments = call.arguments("input other")
         total, diagonal = (self._maker(arguments[name]) for name in ("input", "other"))
-        _check(total is not None and diagonal is not None)
-        assert total is not None
-        assert diagonal is not None
+        if total is None or diagonal is None:
+            raise _NoForm
         _check(total.name == "sum" and diagonal.name in ("diagonal", "diag"))
         of, matrix = total.arguments("input dim keepdim"), diagonal.args[0]
         _check(of["dim"].value is not None and not diagonal.args[1:])

@@ -157,8 +157,14 @@ class CureTrial:
             return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))
         if not steps.num:
             return replace(cure, remarks=(*remarks, *signs, f"{NOT_TRIED}: {steps.why_not}"))
-        told, losses, is_finite = (*remarks, *failures, *signs), tuple(steps.losses), not failures
-        return replace(cure, is_finite=is_finite, trial=name_of(steps), losses=losses, remarks=told)
+        return replace(
+            cure,
+            is_finite=not failures,
+            trial=name_of(steps),
+            has_small_steps=not steps.takers,
+            losses=tuple(steps.losses),
+            remarks=(*remarks, *failures, *signs),
+        )
 
     def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
         replayer = self.replayer

@@ -260,7 +260,8 @@ class _Changes:
     def share(self) -> float:
         """The share of values that get no gradient any more, or of divisors that an eps replaces.
 
-        Infinities that are clamped, and divisors of 0, had none before.
+        Of data, it is that of values whose size is cut off. Infinities that are clamped, and
+        divisors of 0, had none before.
         """
         if self._is_of_numbers and self._num_divisors >= FEW:
             return self._num_replaced / self._num_divisors
@@ -270,7 +271,8 @@ class _Changes:
         changed = before.detach() != after.detach()
         self._num += int(changed.sum())
         self._of += changed.numel()
-        self._num_lost += int((changed & before.isfinite()).sum()) if before.requires_grad else 0
+        is_lost = changed if before.requires_grad else before.detach().abs() > after.detach().abs()
+        self._num_lost += int((is_lost & before.isfinite()).sum())
         self._is_of_data |= not before.requires_grad
         self._is_left_out = bool(after[changed].isinf().any())
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())

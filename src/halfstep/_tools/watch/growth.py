@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from statistics import median
 from typing import NamedTuple
 
@@ -40,10 +40,35 @@ _WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
 """The numbers of steps before a bad one in which the loss may have grown, longest first."""
 
 
+OF_CRITIC = (
+    "A critic, whose loss is a mean of its outputs, needs a limit: "
+    "for p in critic.parameters(): p.data.clamp_(-0.1, 0.1) after each of its steps, spectral_norm "
+    "or a gradient penalty; a lower learning rate only delays the growth"
+)
+OF_LIKELIHOOD = (
+    "A likelihood needs a smallest variance, such as log_sigma.clamp_min(-5).exp() or "
+    "softplus(sigma) + 1e-3"
+)
+_LOGARITHMS = {"log", "log2", "log10", "log1p", "logsumexp", "logdet", "exp", "exp2", "rsqrt"}
+
+
+def _bound_of(calls: Sequence[KeptCall]) -> str:
+    """Return how a loss that calls compute is bounded from below."""
+    names = {call.name.strip("_").lower() for call in calls}
+    if _LOGARITHMS & names or any("nll" in name for name in names):
+        return OF_LIKELIHOOD
+    return OF_CRITIC if {"mean", "sum"} & names else f"{OF_LIKELIHOOD}. {OF_CRITIC}"
+
+
 class _Measured(NamedTuple):
     step: int
     amax: float  # of the weights
     rate: float
+
+
+def _growth(before: _Measured, now: _Measured) -> float:
+    """Return by how much the largest weight (of 1, if it is smaller) grew in each step."""
+    return math.pow(now.amax / max(before.amax, 1.0), 1 / max(now.step - before.step, 1))
 
 
 class Growth:
@@ -83,9 +108,8 @@ class Growth:
         """Return what is known of the steps before one: losses of its line, unless they are few."""
         is_alone = len({at for _, _, at in self._losses}) == 1
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
-        loss = size = None
-        if len(last) >= 3:
-            loss, size = median(last), median(map(abs, last))
+        loss = median(last) if len(last) >= 3 else None
+        size = median(map(abs, last)) if last else None
         return Usual(loss, size, explain=partial(self.explain, step=step, calls=calls))
 
     def before_step(
@@ -120,7 +144,7 @@ class Growth:
 
         A clamp hides that, and a wider dtype delays it. Sync: one for each optimizer.
         """
-        by_losses = self._by_losses(found)
+        by_losses = self._by_losses(found, calls)
         needed = EXPLODED if by_losses is None else EXPLODED / 10
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
@@ -136,9 +160,10 @@ class Growth:
             explained = found  # it goes on
         return explained and replace(explained, verdict="growth")
 
-    def hints(self, calls: Sequence[KeptCall]) -> Iterator[str]:
-        """Yield what may have made a value too large, besides the op that overflowed. Sync."""
-        yield from filter(None, [self._of_collapse(), of_inputs(calls)])
+    def hints(self, calls: Sequence[KeptCall], *, is_overflow: bool = True) -> list[str]:
+        """Return what may have made a value too large, besides the op that overflowed. Sync."""
+        found = [self._of_collapse(calls), of_inputs(calls) if is_overflow else ""]
+        return [each for each in found if each]
 
     def _by_weights(
         self,
@@ -179,13 +204,17 @@ class Growth:
                 files = [line.file for _, _, line in self._losses if line is not None]
                 text = of_raised_rate(optimizer, begun, files)
             elif not text:
-                of_rate = of_high_rate(optimizer, (amax / base) ** (1 / max(step - before.step, 1)))
-                text = "\nor ".join([*self.hints(calls), of_rate])
+                to = [each for each in measured if each.step <= before.step]
+                growths = [*starmap(_growth, pairwise([*to, _Measured(step, amax, rate)]))]
+                hints = self.hints(calls)
+                if not any(OF_CRITIC in hint for hint in hints):
+                    hints.append(of_high_rate(optimizer, growths, clips=not hints))
+                text = "\nor ".join(hints)
             return replace(found, happened=event, cure=Cure("code", text))
         return None
 
-    def _of_collapse(self) -> str:
-        """Return the cure of a likelihood whose loss fell steadily to below -1, else empty."""
+    def _of_collapse(self, calls: Sequence[KeptCall]) -> str:
+        """Return the cure of a loss that fell steadily to below -1, else empty."""
         last = [loss for _, loss, _ in self._losses]
         lowest = min(range(len(last)), key=last.__getitem__, default=0)
         falling = last[max(0, lowest - 100) : lowest + 1]
@@ -196,11 +225,10 @@ class Growth:
             return ""
         return (
             f"bound the loss from below: it fell to {number(falling[-1])} in step "
-            f"{self._losses[lowest][0]}. A likelihood needs a smallest variance, such as "
-            "log_sigma.clamp_min(-5).exp() or softplus(sigma) + 1e-3"
+            f"{self._losses[lowest][0]}. {_bound_of(calls)}"
         )
 
-    def _by_losses(self, found: Diagnosis) -> Diagnosis | None:
+    def _by_losses(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis | None:
         bad = found.bad
         if bad is None or bad.limit is None or not bad.is_overflow:
             return None
@@ -222,11 +250,8 @@ class Growth:
             "state that is carried on needs a norm. Then the learning rate"
         )
         if high < 0:
-            text = (
-                "bound the loss from below; a wider dtype only delays the overflow. A critic needs "
-                "a limit, such as p.data.clamp_(-0.1, 0.1) after each step, spectral_norm or a "
-                "gradient penalty; a likelihood needs a smallest variance"
-            )
+            bound = "bound the loss from below; a wider dtype only delays the overflow"
+            text = f"{bound}. {_bound_of(calls)}"
         return replace(found, happened=event, cure=Cure("code", text))
 
 

@@ -26,6 +26,8 @@ from halfstep._tools.watch.optimizers import lines_with
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
+_PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
+_PARTS = ("__getitem__", "index_select", "to", "float")
 _SIZES = ("abs", "__abs__", "pow", "__pow__", "square")
 
 
@@ -43,18 +45,26 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors with large values, each with a sentence."""
     for call, following in zip_longest(calls, calls[1:]):
         is_error = call.name in _DIFFERENCES and following and following.name in _SIZES
-        if is_error or isinstance(call.function, nn.Module) or call.name.endswith("loss"):
-            for tensor, made_by in call.arguments():
+        arguments, is_module = [*call.arguments()], isinstance(call.function, nn.Module)
+        is_product = call.name in _PRODUCTS and any(each.requires_grad for each, _ in arguments)
+        if is_error or is_module or is_product or call.name.endswith("loss"):
+            for tensor, made_by in arguments:
                 is_data = tensor.is_floating_point() and tensor.dim() and not tensor.requires_grad
                 parts = needed_for([] if made_by is None else [made_by])
                 if not is_data or any(is_model(part.function) for part in parts):
                     continue
-                name = name_in_code(tensor).partition(" in ")[0]
-                if name.endswith("without a name"):  # as x[rows] has
-                    is_input = isinstance(call.function, nn.Module)
-                    name = f"the input of {type(call.function).__name__}" if is_input else ""
+                name = _name(tensor, made_by)
+                if name.endswith("without a name"):
+                    name = f"the input of {type(call.function).__name__}" if is_module else ""
                 if name and (said := _said(name, tensor)):
                     yield name, said
+
+
+def _name(tensor: Tensor, made_by: KeptCall | None) -> str:
+    """Return the name of a tensor, or of the one that some of its rows are of, as ``x[rows]``."""
+    name = name_in_code(tensor).partition(" in ")[0]
+    source = [] if made_by is None or made_by.name not in _PARTS else [*made_by.arguments()]
+    return _name(*source[0]) if source and name.endswith("without a name") else name
 
 
 def _said(name: str, tensor: Tensor) -> str:

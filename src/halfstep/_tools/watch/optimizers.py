@@ -7,7 +7,7 @@ import gc
 import linecache
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +149,21 @@ def first_rate(optimizer: Optimizer, measured: float) -> float:
     return max(begun, default=measured)
 
 
-def of_high_rate(optimizer: Optimizer, growth: float) -> str:
-    """Return the cure of steps that are too long, in which a weight grew so many-fold each."""
+def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool) -> str:
+    """Return the cure of steps that are too long, in which a weight grew so many-fold each.
+
+    ``growths`` are of a step between each two that were measured, the last one to the bad step.
+    """
     text, rate = f"lower the learning rate of {type(optimizer).__name__}", rate_of(optimizer)
-    if type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
+    growth, before = growths[-1], growths[-2:][0]
+    # Of a linear model, each step multiplies by the same number; others grow ever faster.
+    is_steady = len(growths) > 1 and growth < max(before, 1.0) ** 1.5
+    if type(optimizer) is torch.optim.SGD and (2 < growth < 1000 or (growth > 2 and is_steady)):
         # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
     clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    return f"{text}, or clip the gradients before its step:\n{clip}"
+    return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text
 
 
 def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> str:

@@ -625,8 +625,8 @@ class Watch:
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
             if found.verdict in ("maths", "range", "scale") and found.bad is not None:
-                of_inputs = calls if found.bad.is_overflow else ()
-                self.notes += [f"not tried: {hint}" for hint in self._growth.hints(of_inputs)]
+                hints = self._growth.hints(calls, is_overflow=found.bad.is_overflow)
+                self.notes += [f"not tried: {hint}" for hint in hints]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed

@@ -1,6 +1,7 @@
 # kind: 2
 # expect: growth
 # cure: ^bound the loss from below: it fell to -\d.* in step \d+\. A likelihood
+# never: critic
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 # kind: 2
 # expect: growth
-# cure: ^standardise the input of Linear.*reaches [\d,]+
-# never: the input of MSELoss
+# cure: ^standardise \S*x\S*, as by .* reaches [\d,]+.*\nor lower the learning rate of SGD to \d.*e-0[78]: at
+# never: input of MSELoss|clip
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 # kind: 5
 # expect: scale
 # says: because the loss scale \(2\^22\) is too large
-# cure: ^multiply the loss by \d+ in place of 4194304, and divide .* halfstep.GradScaler
+# cure: ^take a halfstep.GradScaler in place of the factor 4194304, .*\nor multiply the loss by \d+(, which was tried)?, and
 # step: 1
 import torch
 from torch import nn

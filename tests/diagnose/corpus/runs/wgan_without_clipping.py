@@ -1,5 +1,7 @@
 # kind: 2
 # expect: growth
+# cure: ^bound the loss .* A critic, .* p\.data\.clamp_\(-0\.1, 0\.1\)
+# never: variance|lower the learning rate of
 # says: grew from .* step \d+ to .* step \d+
 import torch
 from torch import nn

@@ -1,0 +1,114 @@
+"""Values that grow from call to call inside one step, as the state of a recurrent net does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._common.module_names import without_wrappers
+from halfstep._common.numbers import number
+from halfstep._tools.diagnose.cure_search import of_edit
+from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.diagnose.edits import NORM
+from halfstep._tools.diagnose.flaws import Flaw, flaw_of
+from halfstep._tools.diagnose.trials import CureTrial
+from halfstep._tools.diagnose.user_calls import UserCall
+from halfstep._tools.line import line_text
+from halfstep._tools.measure import float_values
+from halfstep._tools.replay.observer import OpCall, OpObserver
+from halfstep._tools.replay.variant import Variant
+from halfstep._tools.trace.ops import makes_no_values
+from halfstep._tools.user_code import Place, user_place
+
+_LEAST_CALLS, _LEAST_GROWTH = 8, 1e6
+"""The number of calls, and the growth over all of them, from which on values grow steadily."""
+ORTHOGONAL = (
+    'torch.nn.init.orthogonal_(model.get_parameter("{0}"))  # once, before the first step\n'
+    "or bound what it is multiplied by in each call, as tanh and a norm do"
+)
+
+
+class _Calls(NamedTuple):
+    """Calls of an op at one place, which multiply by a square weight if it is known."""
+
+    op: str
+    place: Place | None
+    sizes: list[float]  # the largest magnitudes of their results; of zeros, none
+    weight: tuple[str, Tensor] | None
+
+
+class _Repeats(OpObserver):
+    """Observer of the calls of ops in the forward pass. Sync: one for each op."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        named = [] if model is None else model.named_parameters()
+        square = [(without_wrappers(name), weight) for name, weight in named if _is_square(weight)]
+        self._square = {each[1].untyped_storage().data_ptr(): each for each in square}
+        self.found: dict[tuple[object, ...], _Calls] = {}
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Note the largest value of an op's result."""
+        values = float_values(outputs[0]) if outputs else None
+        if call.phase == "backward" or makes_no_values(call.func) or values is None:
+            return
+        size = float(values.abs().amax()) if values.numel() else 0.0
+        if 0 < size < math.inf:
+            memory = {each.untyped_storage().data_ptr() for each in call.given if _is_square(each)}
+            weight = next((self._square[each] for each in memory & self._square.keys()), None)
+            place, name = user_place(), weight and weight[0]
+            key = call.name, place and (place.code, place.instruction), name, values.shape
+            new = _Calls(call.name, place, [], weight)
+            self.found.setdefault(key, new).sizes.append(size)
+
+
+def _is_square(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
+
+
+def of_recurrence(trial: CureTrial, call: UserCall | None) -> Cure | None:
+    """Return the cure of an op whose results grow from call to call, if it is one; or None.
+
+    It is another start of the weight that it multiplies by, else a norm of what it reads. A note
+    says by how much they grow.
+    """
+    replayer, repeats = trial.replayer, _Repeats(trial.replayer.model)
+    with replayer.run(Variant(scale=trial.scale), repeats):
+        grown = [each for each in repeats.found.values() if _grow(each.sizes)]
+    cures: list[Cure | None] = []
+    for op, place, sizes, weight in sorted(grown, key=lambda each: each.weight is None)[:1]:
+        factor = math.pow(sizes[-1] / sizes[0], 1 / (len(sizes) - 1))
+        where = "" if place is None else f" at {line_text(place.line)}"
+        replayer.notes.append(
+            f"the results of {op}{where} grow {number(factor)}-fold from call to call in this "
+            f"step: from {number(sizes[0])} to {number(sizes[-1])} in {len(sizes)} calls"
+        )
+        cures += [] if weight is None else [_of_start(trial, *weight)]
+        cures += [] if call is None else [of_edit(trial, call, NORM)]
+    return next((each for each in cures if each and flaw_of(each, trial.usual) is Flaw.NONE), None)
+
+
+def _grow(sizes: list[float]) -> bool:
+    rises = [a < b for a, b in pairwise(sizes)]
+    is_long = len(sizes) >= _LEAST_CALLS and sizes[-1] > _LEAST_GROWTH * sizes[0]
+    return is_long and sum(rises) > 0.9 * len(rises)
+
+
+def _of_start(trial: CureTrial, name: str, weight: Tensor) -> Cure | None:
+    """Return an orthogonal start of a weight as the cure if the step is finite with it."""
+    before = weight.detach().clone()
+
+    @contextmanager
+    def started_anew() -> Iterator[None]:
+        if torch.equal(weight, before):  # in the first of several steps
+            nn.init.orthogonal_(weight)
+        yield
+
+    if trial.blame(started_anew()) is not None:
+        return None
+    return trial.judged(Cure("code", ORTHOGONAL.format(name), is_finite=True), started_anew)
