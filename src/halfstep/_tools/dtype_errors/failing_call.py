@@ -61,8 +61,8 @@ ABOUT_DTYPES = re.compile(
 ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte|Bool)\b")
 WANTED = {
     torch.int64: re.compile(
-        r"to be Long or Byte|multi-target|scalar types: Long, Int|used as indices|dtype int32"
-        r"|a long tensor|should be Long|type LongTensor|(bincount|repeat_interleave)\w*\" not impl"
+        r"to be Long or Byte|type Long but found [BCIS]|multi-target|types: Long, Int|as indices"
+        r"|dtype int32|a long tensor|should be Long|type LongTensor|(bincount|interleave)\w*\" not"
     ),
     torch.bool: re.compile(r"boolean (masks|tensor)|BoolTensor|bitwise_\w+\" not|and Boolean-type"),
     torch.float32: re.compile(

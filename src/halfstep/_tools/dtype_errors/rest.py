@@ -444,7 +444,9 @@ def ordered(
     if first is None:
         return unknown
     fails = partial(_failure, calls, first, until)
+    texts = {text for cure in cures for text in cure.values()}
     dtypes = {torch.float32, *(each.tensor.dtype for each in user.tensors())}
+    dtypes |= {each for each in (torch.float16, torch.bfloat16) if cast_to(each) in texts}
     outer = [c for c in calls[first : calls.index(user)] if c.is_users and not c.is_of_package]
     torchs = [c for c in contexts_of(calls) if type(c.context) not in (Region, autocast)]
     good, failing = list[Edits](), list[tuple[Edits, str]]()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
-from halfstep._tools.diagnose.diagnosis import BadOp
+from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.line import line_text
 from halfstep._tools.measure import is_finite
@@ -104,23 +104,18 @@ def size_text(value: float) -> str:
     return f"{value:,.0f}" if 100 <= value < 1e12 else f"{value:.2g}"
 
 
-def of_loaded(place: Place, bad: BadOp) -> str:
-    """Return the cure of a weight or buffer that was loaded as inf or NaN; empty for others.
+def of_bad_write(place: Place, found: Diagnosis) -> str:
+    """Return the cure of a tensor to which a line wrote inf or NaN that it was given, as it loads.
 
-    ``bad`` is the op that wrote it.
+    ``found`` is the diagnosis of the write.
     """
-    statement = place.statement
-    if statement is None or "load" not in ast.unparse(statement):
-        return ""
-    read = next((each for each in bad.inputs if each.inf or each.nan), None)
-    text = f"what this line loads is the cause: {line_text(place.line)}\n"
-    if read is None or read.nan or read.dtype != "float16":
-        return f"{text}load an earlier checkpoint: this one has inf or NaN"
-    saved = lines_with(place.code.co_filename, {"save"})
-    return "\n".join(
-        [
-            f"{text}it has {read.inf:,} inf in float16, which ends at 65,504: save the "
-            "values in float32, buffers first, or recompute them",
-            *saved,
-        ]
-    )
+    statement, line = place.statement, line_text(place.line)
+    is_load = statement is not None and "load" in ast.unparse(statement)
+    name = "it" if "without a name" in str(found.tensor) else found.tensor
+    text = f"first check {name}: it was inf or NaN when this line wrote it: {line}"
+    text = f"what this line loads is the cause: {line}" if is_load else text
+    read = next((each for each in found.bad.inputs if each.inf), None) if found.bad else None
+    if read is not None and read.dtype == "float16" and not read.nan:
+        ends = f"it has {read.inf:,} inf in float16, which ends at 65,504: save it in float32"
+        return "\n".join([text, ends, *lines_with(place.code.co_filename, {"save"})])
+    return f"{text}\nload an earlier checkpoint: this one has inf or NaN" if is_load else text

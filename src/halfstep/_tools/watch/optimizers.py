@@ -82,22 +82,20 @@ def with_bad_state(
     optimizer: Optimizer, model: Callable[[], nn.Module | None], *, is_loaded: bool
 ) -> Diagnosis | None:
     """Return the diagnosis of an optimizer whose state has inf or NaN before a step."""
-    of, line = type(optimizer).__name__, user_line()
-    loads = lines_with(line.file, {"load_state_dict"}) if is_loaded and line is not None else []
+    of = type(optimizer).__name__
     for weight, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and not is_finite(value):
-                name = names_in(model())(weight) or name_in_code(weight)
+                name, line = names_in(model())(weight) or name_in_code(weight), user_line()
                 which = ", the first one with a state that was loaded or set" if is_loaded else ""
+                loads = lines_with(line.file, {"load_state_dict"}) if line and is_loaded else []
+                before = f"than that of {listed(loads)}" if loads else f"from before {key} went bad"
                 text = (
-                    f"load a checkpoint from before {key} went bad: the state of {of} was not "
-                    f"finite before this step{which}, which makes {name} so. Without one, "
-                    f"begin with a new {of}"
+                    f"load an earlier checkpoint {before}: the state of {of} was not finite before "
+                    f"this step{which}, which makes {name} so. Without one, begin with a new {of}"
                 )
                 tensor = f"{key} of {name} in {of}"
-                return Diagnosis(
-                    "data", tensor=tensor, cure=Cure("data", "\n".join([text, *loads]))
-                )
+                return Diagnosis("data", tensor=tensor, cure=Cure("data", text))
     return None
 
 

@@ -72,9 +72,14 @@ from halfstep._tools.watch.bad_steps import (
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.growth import Growth
-from halfstep._tools.watch.inputs import bad_data, of_loaded, size_text
+from halfstep._tools.watch.inputs import bad_data, of_bad_write, size_text
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
+from halfstep._tools.watch.optimizers import (
+    lines_with,
+    of_settings,
+    still_scaled,
+    with_bad_setting,
+)
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -93,7 +98,6 @@ LAST_WRITE = (
     "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
-WROTE = "first check {name}: it was inf or NaN when this line wrote it: {line}"
 COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
 OVERFLOWED = (
     "make it float32: the loop wrote finite values to it, up to {largest}, and float16 ends "
@@ -676,10 +680,11 @@ class Watch:
             own = self._of_write(tensor)
             if own is not None and own.verdict in ("maths", "range"):
                 return own
-            if own is not None and own.bad is not None:
-                name = "it" if "without a name" in str(own.tensor) else own.tensor
-                text = [(place and of_loaded(place, own.bad)) or WROTE.format(name=name, line=line)]
-                written = []
+            if own is not None and place is not None:
+                written, text = [of_bad_write(place, own)], []
+        elif found.bad and found.bad.line and _is_of_the_model(found):
+            loads = lines_with(found.bad.line.file, {"load_state_dict"})
+            written = ["first check what the script loads:", *loads] if loads else []
         text = [*written, *(said for _, said in data), *text]
         return replace(found, cure=replace(found.cure, text="\n".join(text)))
 
