@@ -96,7 +96,7 @@ def test_the_newest_record_is_taken_and_said(tmp_path, capsys):
 
 def test_a_record_that_is_being_written_is_told(tmp_path, capsys):
     folder = records.killed(tmp_path / "a")
-    assert "bad: The record has no end after 5 steps" in called(capsys, "report", folder)[1]
+    assert "bad: The record stops after 5 steps" in called(capsys, "report", folder)[1]
     writer = LineWriter(file_of(folder, 0))
     assert "notice: The run is still running after 5 steps" in called(capsys, "report", folder)[1]
     assert called(capsys, "check", folder)[0] == 0

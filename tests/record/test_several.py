@@ -65,7 +65,7 @@ def test_a_rank_that_was_killed_is_named(pool: Pool, tmp_path: Path) -> None:
     pool.run(several.record_training, str(tmp_path), "fsdp")
     file = tmp_path / "rank1.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    assert "The record has no end on rank 1" in said(tmp_path)
+    assert "The record stops on rank 1 after" in said(tmp_path)
 
 
 def test_a_norm_that_lies_on_several_ranks_is_left_alone(pool: Pool, tmp_path: Path) -> None:

@@ -211,6 +211,27 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     assert "printed a UserWarning (guarded.py:11): Using a target size" in told
 
 
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_the_loss_of_gradients_that_are_dropped_is_no_part_of_the_first_step(tmp_path, has_scaler):
+    """As in a loop of SAM, whose first pass only moves the weights."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = halfstep.GradScaler("cpu", enabled=has_scaler)
+    with halfstep.record(tmp_path / "run", model=model):
+        for _ in range(3):
+            for weight in (5.0, 1.0, 1.0):  # dropped, and two micro-batches
+                loss = weight * (model(torch.ones(2, 4)) * 0 + 1).mean()
+                scaler.scale(loss).backward()
+                if weight == 5.0:
+                    optimizer.zero_grad()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    run = read_run(tmp_path / "run")
+    assert [step.loss for step in run.steps] == [2.0] * 3
+    assert "used them 3 times, first before step 1" in run.notes[-1].text
+
+
 def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:
     loop = Loop()
     loop.optimizer.param_groups[0].update(lr=0.3, maximize=True)

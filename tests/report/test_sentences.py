@@ -276,6 +276,9 @@ RUNS = {
         gradient(counted({16: 40}, zeros=60, flushed=60), "tail")
     ),
     "several gradients underflow": sampled(*(gradient(FLUSHED, each) for each in "abcdef")),
+    "the gradients of an output underflow": sampled(
+        ("output_gradient", "head", counted({-40: 5, 1: 5}), "float32")
+    ),
     "outputs close to overflow": run(
         sample(40, [output(counted({16: 1}))]),
         sample(50, [output(counted({17: 1}), "norm", "float32")]),

@@ -133,6 +133,14 @@ def test_each_line_names_its_process(halfstep_run):
     assert lines[-1].endswith("; 2 processes that it started recorded too: halfstep report x")
 
 
+def test_the_error_of_a_process_is_its_end(halfstep_run, folder):
+    """Also in a fork of one that handles an error itself."""
+    assert halfstep_run("-o", "x", CORPUS / "failing.py").code == 0
+    files = sorted((folder / "x").rglob("rank*.jsonl"))
+    ends = [json.loads(file.read_text().splitlines()[-1])["error"] for file in files]
+    assert ends == ["SystemExit: 4", "ValueError: of the process", None]
+
+
 def hooked(folder: Path, *more: object) -> dict[str, str]:
     """Return the environment of a process of a run, with folders that are searched for modules."""
     from halfstep._tools.run.session import HOOK, VARIABLE

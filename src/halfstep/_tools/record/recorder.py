@@ -164,6 +164,8 @@ class Recorder:
         if self._listens_to(scaler):
             if self._loss_scaler is None:
                 self._loss = None
+            elif self._num_backward:
+                self._leave_out_what_was_dropped()
             self._loss_scaler = scaler
             self._num_scaled += 1
             found = self._add_losses(tensors_in([outputs]))
@@ -255,6 +257,8 @@ class Recorder:
         if self._loss is None or self._is_old or optim.optimizer_step_depth() > 0:
             return
         tensors = [p for optimizer in self._numbers for p in parameters(optimizer)]
+        if not tensors and self._sampler.has_gradients:  # before the first step
+            tensors = [parameter for _, parameter in self._models.parameters()]
         if tensors and all(tensor.grad is None for tensor in tensors):
             self._loss = None
             self._dropped.append(self.num_steps + 1)

@@ -72,6 +72,11 @@ class Sampler:
         self._ran_under: Counter[tuple[str, torch.dtype, PolicyOnDevice | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter was given a gradient in this step."""
+        return any(kind == "parameter_gradient" for kind, _ in self._found)
+
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; without measuring, it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring

@@ -52,17 +52,17 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
         is_process = PurePath(summary.path).name.startswith("process-")  # a pool ends its own
         yield say(
             "warning" if is_process else "bad",
-            f"The record has no end{ranks} {when}, and no process here writes it: the run was "
-            "killed (out of memory, a job's time limit, kill -9), left by os._exit, or could not "
-            "write on (a full disk). What came after that is not known.",
+            f"The record stops{ranks} {when}, without an end, and no process here writes it: the "
+            "run was killed (out of memory, a job's time limit, kill -9), left by os._exit, or "
+            "could not write on (a full disk). Later steps are not known.",
             evidence="machine",
         )
     if facts.without_end and facts.error is not None:
         ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
-            f"The record has no end{ranks}: the process was killed (out of memory, kill -9), or "
-            "stopped by the launcher after another rank had failed.",
+            f"The record stops without an end{ranks}: the process was killed (out of memory, "
+            "kill -9), or stopped by the launcher after another rank had failed.",
             evidence="machine",
             follows=True,
         )

@@ -18,11 +18,12 @@ from halfstep._tools.record.run import (
     RANKS_DISAGREE,
     TORCH_SCALER,
     WRONG_STEP,
+    Kind,
     dtypes_text,
 )
 from halfstep._tools.report import about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
-from halfstep._tools.report.summary import Layer, Summary
+from halfstep._tools.report.summary import NOTABLE, Layer, Summary
 
 FOLLOWED = "What followed"
 """The heading of the consequences of a problem, in all forms."""
@@ -38,6 +39,10 @@ _KINDS = {
     "parameter_gradient": "gradient",
     "output": "output",
     "output_gradient": "gradient of the output",
+}
+_GRADIENTS: dict[Kind, str] = {
+    "parameter_gradient": "a parameter",
+    "output_gradient": "an output",
 }
 
 
@@ -162,15 +167,17 @@ def _numbers(summary: Summary) -> Iterator[str]:
     yield f"{things(steps.num, 'step')}, {num} skipped{about_steps.kinds_of_skips(steps)}"
     if course := about_steps.about_course(summary):
         yield course
-    layers = summary.of_kind("parameter_gradient")
-    if layers:
-        worst = max(layers, key=lambda layer: layer.share_lost)
-        of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
-        in_samples = f"in {things(len(summary.sampled), 'sampled step')}"
+    in_samples = f"in {things(len(summary.sampled), 'sampled step')}"
+    for kind, whose in _GRADIENTS.items():
+        worst = max(summary.of_kind(kind), key=lambda each: each.share_lost, default=None)
+        if worst is None or (worst.share_lost >= NOTABLE and kind == "parameter_gradient"):
+            continue  # which has a sentence of its own
         if worst.share_lost:
+            of_all = f"up to {percent(worst.share_lost)} of the gradient entries of {whose}"
             yield f"{of_all} {about_tensors.underflow(summary, worst)} {in_samples}"
-        else:
-            yield f"no gradient {about_tensors.underflow(summary, worst, 's')} {in_samples}"
+        elif kind == "parameter_gradient":  # zeros that an output gets are not told apart
+            ends = about_tensors.underflow(summary, worst, "s")
+            yield f"no gradient of a parameter {ends} {in_samples}"
     if summary.lost_updates is not None and any(
         x.is_low_weight and x.updates for x in summary.layers
     ):

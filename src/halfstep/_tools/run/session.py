@@ -170,6 +170,7 @@ class Session:
     def __init__(self, command: Command | None, options: Options) -> None:
         self._command = command
         self._failure: BaseException | None = None
+        self._inherited: BaseException | None = None  # that the parent handled when it forked
         self._began, self._is_closed = time.time(), False
         self._is_launched = machine.num_ranks() > 1
         self._watch: Watch | None = None
@@ -210,7 +211,7 @@ class Session:
     def _begin_in_fork(self) -> None:
         """Let go of the parent's record in a fork of this process, and begin another one."""
         self._command, self._is_closed = None, not self._options.has_children
-        self._unsaid = []
+        self._unsaid, self._inherited = [], sys.exc_info()[1]
         self._unlock()
         self._record.leave()
         if self._options.has_children:
@@ -300,6 +301,10 @@ class Session:
             return
         self._is_closed = True
         failure = self._failure
+        if self._command is None and failure is None:
+            # multiprocessing closes in a `finally` of its error, atexit after Python has shown it.
+            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+            failure = None if error is self._inherited else error
         try:
             if self._watch is not None:
                 self._watch.stop(type(failure) if failure else None)
@@ -367,13 +372,10 @@ class Session:
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
                 "processes that halfstep cannot reach (docs/run.md)"
             )
-        diagnosed = ""
-        if self._watch is not None:
-            num = len(self._watch.found)
-            diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
-        seen = self._record.seen
+        seen, watch = self._record.seen, self._watch
+        found = "" if watch is None else f", {things(len(watch.found), 'diagnosis', 'diagnoses')}"
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""
-        what = f"{recorded(steps, self._record.num_skipped, seen)}{diagnosed}{ran}"
+        what = f"{recorded(steps, self._record.num_skipped, seen)}{found}{ran}"
         if of_others:
             what = f"main process: {what}; {others} that it started recorded too"
         return f"{what}: {view}"
@@ -391,18 +393,16 @@ class Session:
     def _say_of_process(self, text: str) -> None:
         """Print a message that may differ between ranks, with the rank."""
         if not self._options.is_quiet:
-            is_rank = machine.num_ranks() > 1
-            self._print(f"rank {machine.rank()}, {text}" if is_rank else text)
+            self._print(f"rank {machine.rank()}, {text}" if machine.num_ranks() > 1 else text)
 
     def _print(self, text: str) -> None:
         self._unsaid.append(text)
-        if self._command is not None or self._record.file is not None or self._is_closed:
+        if self._command or self._record.file or self._is_closed:
             self._print_unsaid()
 
     def _print_unsaid(self) -> None:
         texts, self._unsaid = self._unsaid, []
-        folder = self._record.path
-        name = f"{folder.name}, " if folder != self._folder else ""  # as in the report
+        name = f"{self._record.path.name}, " if self._record.path != self._folder else ""
         # A process of the program that made no step, such as a loader's worker, says nothing.
         is_bystander = self._command is None and self._is_closed and not self._record.num_steps
         if self._stderr is not None and not is_bystander:
