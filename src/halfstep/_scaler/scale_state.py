@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias
 
+from halfstep._common.text import shown
 from halfstep._gradients.scalars import (
     LARGEST_SCALE,
     check_ascending,
@@ -106,8 +107,6 @@ def schedule_of(schedule: Schedule | None, numbers: tuple[float, float, int]) ->
     """Return the schedule that the arguments of a GradScaler determine."""
     if schedule is None:
         return Dynamic(*numbers)
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is {schedule!r}: pass Dynamic(...) or Static()")
     if numbers != (2.0, 0.5, 2000):
         raise ValueError(
             "growth_factor, backoff_factor and growth_interval are numbers of the schedule: give "
@@ -233,11 +232,9 @@ class ScaleState:
                 is_none = each.default == 0.0 == value
                 values[name] = 0.0 if is_none else checked_scale(name, value)
             elif each.type == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): pass a bool")
+                raise TypeError(f"{name} is {shown(value)}: pass a bool")
             elif each.type == "Schedule" and not isinstance(value, Schedule):
-                raise TypeError(
-                    f"schedule is {value!r} ({type(value).__name__}): pass Static() or Dynamic()"
-                )
+                raise TypeError(f"schedule is {shown(value)}: pass Static() or Dynamic()")
         return values
 
     @classmethod
