@@ -127,7 +127,8 @@ def _checked(
     plan, before, gradients = found
     loss_scale, device, norms = engine.loss_scale, engine.loss_scale.device, None
     is_fused = plan.is_fused and stage is OptState.STEPPED
-    is_known = loss_scale.is_here or not plan.is_fused  # does the host learn whether to skip?
+    # Will the host have read the scale, and so whether existing code has written another one?
+    is_known = loss_scale.is_here or not (plan.is_fused or stage is OptState.UNSCALED)
     scale: Scalar = loss_scale.tensor
     if is_known or is_fused:
         scale = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
