@@ -29,7 +29,7 @@ OF_SGD, SMALL = False, True  # whether the steps of the trial were small
         (OF_SGD, (3.0, 4.0), (0.1, 0.05), Flaw.NO_CURE),
         (OF_SGD, (3.0, 4.0), (0.1, 0.01), Flaw.DOUBT),  # almost all come back
         (OF_SGD, (3.0, -9e34), (), Flaw.NO_CURE),
-        (OF_SGD, (-9e34, -9e34), (), Flaw.NO_CURE),  # far from those before it
+        (OF_SGD, (-9e34, -9e34), (0.1, 0.1), Flaw.NO_CURE),  # far from those before it
         (OF_SGD, (1e16, 6e15), (0.1, 0.01), Flaw.NO_CURE),
         (OF_SGD, (300.0, 290.0), (0.6, 0.6), Flaw.NO_CURE),
         (OF_SGD, (300.0, 290.0), (0.6, 0.52), Flaw.DOUBT),

@@ -37,7 +37,8 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_rising = fall(losses) < 0 and not cure.has_small_steps
     is_standing = stands(losses) and losses[0] != 0
     is_far = abs(losses[-1]) > FAR**2 * max(abs(losses[0]), 1.0)
-    is_far |= usual.size is not None and abs(losses[-1]) > FAR**4 * max(usual.size, 1.0)
+    if first and usual.size is not None:
+        is_far |= abs(losses[-1]) > FAR**4 * max(usual.size, 1.0)
     is_usual = not cure.losses or usual.is_like(losses[0])
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_back = last <= first / 10  # almost all of the values
