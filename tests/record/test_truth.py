@@ -202,13 +202,15 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     """Their losses are not added to those of later steps. The program's warning is told."""
     done = forked.python("-m", "halfstep", "run", "-o", "out", GUARDED, cwd=tmp_path)
     assert "UserWarning: Using a target size" in done.err
+    assert "FutureWarning: this will go" in done.err
     assert "36 steps recorded, 0 skipped" in done.err
     steps = read_run(tmp_path / "out").steps
     assert len(steps) == 36
     assert all(step.loss < 5 for step in steps)
     told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
     assert "dropped before a step used them 4 times, first before step 4" in told
-    assert "printed a UserWarning (guarded.py:11): Using a target size" in told
+    assert "printed a UserWarning (guarded.py:14): Using a target size" in told
+    assert told.count("the program printed") == 1
 
 
 @pytest.mark.parametrize("has_scaler", [False, True])

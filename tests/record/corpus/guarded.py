@@ -1,7 +1,10 @@
-# Its optimizer has a guard.
+# Its optimizer has a guard. Of two warnings, one is of another version.
+import warnings
+
 import torch
 from torch import nn
 
+warnings.warn("this will go", FutureWarning)
 torch.manual_seed(0)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

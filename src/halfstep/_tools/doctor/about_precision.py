@@ -120,7 +120,7 @@ def _refused_on_cuda(program: Program) -> Iterator[Finding]:
     """Yield findings about losses of probabilities under autocast, which PyTorch refuses."""
     for site in program.sites:
         lower = site.autocast
-        if lower is None or lower.device != "cuda" or site.arms.get(lower.switch) == 1:
+        if lower is None or lower.device != "cuda" or program.arm_of(site, {lower.switch}) == 1:
             continue
         made = program.meaning.candidates(site.call.func, site.scope)
         called = {_function_of(program, *each) if each else "" for each in made}
@@ -167,9 +167,12 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
             return
     if any(autocast.dtype != "bfloat16" for autocast in found):
         return
-    elsewhere = SourceScaler(is_torch=False, enabled=None)
-    scaled = {name: elsewhere for site in program.sites if (name := program.scaled_by(site))}
     switches = {autocast.switch for autocast in found}
+    scaled: dict[str, SourceScaler] = {}  # made elsewhere; on if autocast's switch decides
+    for site in program.sites:
+        if name := program.scaled_by(site):
+            is_on = program.arm_of(site, switches) == 0 or None
+            scaled[name] = SourceScaler(is_torch=False, enabled=is_on)
     for name, scaler in (scaled | program.scalers).items():
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
             what = f"`{name}` scales losses of training"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -241,6 +241,11 @@ class Program:
             if scaler is not None:
                 found.setdefault(dotted(site.owner), scaler)
         return found
+
+    def arm_of(self, site: Site, switches: Collection[str]) -> int | None:
+        """Return in which arm of a switch a call is, None if in none."""
+        arms = site.arms.items()
+        return next((n for s, n in arms if self.meaning.switch(s, site.scope) in switches), None)
 
     def known_of(self, scaler: str) -> tuple[float | None, bool]:
         """Return the first scale of a scaler, None if unknown, and whether the file updates it."""

@@ -284,7 +284,7 @@ class Meaning:
             lower,
             self._flag(enabled, scope),
             device if device in ("cuda", "cpu") else "",
-            self._switch(enabled, scope),
+            self.switch("" if enabled is None else ast.unparse(enabled), scope),
         )
 
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
@@ -300,7 +300,7 @@ class Meaning:
             self._flag(given, scope),
             is_static,
             node.lineno,
-            self._switch(given, scope),
+            self.switch("" if given is None else ast.unparse(given), scope),
             self._device_of_scaler(node, name, scope),
             2.0**16 if scale is None else self._number(scale, scope),
         )
@@ -316,14 +316,15 @@ class Meaning:
         types = self.devices(device, scope)
         return types.pop() if len(types) == 1 else ""
 
-    def _switch(self, node: ast.expr | None, scope: NameScope) -> str:
+    def switch(self, text: str, scope: NameScope) -> str:
         """Return the source of a switch, resolved through names that are bound once."""
-        seen: list[str] = []
-        while node is not None and (text := ast.unparse(node)) not in seen:
+        seen = [""]
+        while text not in seen:
             seen.append(text)
             bound = scope.lookup(text) or self.names.attributes.get(text, [])
-            node, scope = bound[0] if len(bound) == 1 and bound[0] else (None, scope)
-        return seen[-1] if seen else ""
+            if len(bound) == 1 and bound[0]:
+                text, scope = ast.unparse(bound[0][0]), bound[0][1]
+        return seen[-1]
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of the function of halfstep or PyTorch that a call may call.

@@ -430,11 +430,12 @@ def require_writable(file: Path) -> None:
 
 
 MOST_WARNINGS = 10
+_OF_OTHER_VERSIONS = DeprecationWarning, PendingDeprecationWarning, FutureWarning
 
 
 @contextmanager
 def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Note the first warnings that the program prints; they are printed as ever.
+    """Note the first warnings that the program prints about this run; they are printed as ever.
 
     Where a function of halfstep's stands between, the place is the program's line, as ever.
     """
@@ -453,7 +454,7 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
             filename, lineno = frame.f_code.co_filename, frame.f_lineno
         text = shorten(str(message), 200, placeholder=" ...")
         is_new = text not in seen and len(seen) < MOST_WARNINGS
-        if is_new and not issubclass(category, HalfstepWarning):
+        if is_new and not issubclass(category, (HalfstepWarning, *_OF_OTHER_VERSIONS)):
             seen.add(text)
             where = f"{Path(filename).name}:{lineno}"
             note(f"the program printed a {category.__name__} ({where}): {text}")

@@ -14,3 +14,7 @@ with torch.autocast("cuda", enabled=amp):
         loss = F.binary_cross_entropy_with_logits(model(x), y)
     else:
         loss = F.binary_cross_entropy(model(x).sigmoid(), y)
+use_amp = args.amp
+with torch.autocast("cuda", enabled=use_amp):
+    if not use_amp:
+        loss = F.binary_cross_entropy(model(x).sigmoid(), y)
