@@ -84,6 +84,11 @@ def diagnosed(body: str, folder: Path, head: str = HEAD) -> Any:
         ("loss = z.exp().sum((0, 1)).log()", "loss = torch.logsumexp(z, (0, 1))"),
         ("loss = z.exp().add(3.0).log().mean()", "- 1.0986122886681098) + 1.0986122886681098)"),
         ("loss = (z.abs().exp() * 2).log().mean()", "loss = (z.abs() + 0.6931471805599453).mean()"),
+        ("loss = (2 * 3.0 * z.abs().exp()).log().mean()", "loss = (z.abs() + 1.791759469228055).m"),
+        (
+            "model.tau = 2.0\nloss = (model.tau * z.abs().exp()).log().mean()",
+            "loss = (z.abs() + torch.tensor(model.tau).log()).mean()",
+        ),
         # An expression with calls is computed once, under a new name.
         (
             "e = torch.exp(model(x))\nloss = (e / e.sum(1, keepdim=True)).log().mean()",

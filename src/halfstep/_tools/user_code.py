@@ -144,8 +144,18 @@ def user_spot() -> Spot | None:
     if None in span:
         return Spot(place.line)
     modules = (n for n in place.code.co_names if isinstance(names.get(n), (ModuleType, type)))
-    numbers = (name for name, value in names.items() if isinstance(value, (int, float)))
+    numbers = {name for name, value in names.items() if isinstance(value, (int, float))}
+    for node in ast.walk(tree_of(place.code.co_filename).at.get(span, ast.Module([], []))):
+        if isinstance(node, ast.Attribute) and isinstance(_value_of(node, names), (int, float)):
+            numbers.add(ast.unparse(node))
     return Spot(place.line, span, frozenset(modules), frozenset(numbers))  # type: ignore[arg-type]
+
+
+def _value_of(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Return the value of a name or an attribute without running code; else None."""
+    if isinstance(node, ast.Attribute):
+        return inspect.getattr_static(_value_of(node.value, names), node.attr, None)
+    return names.get(node.id) if isinstance(node, ast.Name) else None
 
 
 def _user_frame() -> FrameType | None:

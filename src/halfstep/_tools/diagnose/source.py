@@ -518,9 +518,11 @@ def _is_number(node: ast.expr, spot: Spot) -> bool:
     """Return whether a node is a Python number; the other operand's method was then called."""
     if isinstance(node, ast.UnaryOp):
         return _is_number(node.operand, spot)
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left, spot) and _is_number(node.right, spot)
     if isinstance(node, ast.Call):
         return last_name(node.func) in _TO_NUMBERS
-    return isinstance(node, ast.Constant) or getattr(node, "id", None) in spot.numbers
+    return isinstance(node, ast.Constant) or ast.unparse(node) in spot.numbers
 
 
 _TO_NUMBERS = ("float", "int", "len", "item")
