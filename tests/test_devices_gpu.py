@@ -71,9 +71,3 @@ def test_other_answers_hold() -> None:
     assert found.wait().tolist() == [1.0, 2.0]
     assert found.has_arrived()
     assert devices.to_device(torch.tensor(3.0), CUDA).item() == 3.0
-
-
-def test_the_card_has_the_formats_that_are_fast() -> None:
-    card = devices.card_of()
-    assert card.name == torch.cuda.get_device_name()
-    assert ("tf32" in card.formats) == torch.cuda.is_tf32_supported()

@@ -14,7 +14,7 @@ from halfstep import CallOrderError, GradScaler, Policy
 
 NAMES = """
 CallOrderError Diagnosis Dynamic GradScaler Guard Outcome Policy Reason Rule Static
-__version__ autocast custom_bwd custom_fwd diagnose doctor float32_weights guard
+__version__ autocast custom_bwd custom_fwd diagnose float32_weights guard
 is_autocast_available keep lost_updates master_weights preset record self_check trace tune
 use_policy
 """
@@ -97,7 +97,6 @@ def test_an_argument_of_a_wrong_type_is_an_error_of_ours(name: str) -> None:
         (lambda: Policy([]).save(None), "Policy.save(): got None (NoneType); pass the path"),
         (lambda: halfstep.preset(["fp32"]), "preset(): got ['fp32'] (list); pass a name"),
         (lambda: halfstep.preset("fp32") | 3, "made of Rule values, got 3 (int)"),
-        (lambda: halfstep.doctor("train.py"), "for a file: halfstep doctor train.py"),
     ],
 )
 def test_an_error_says_what_to_pass(call, message: str) -> None:

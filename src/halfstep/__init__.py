@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._scaler import Static as Static
     from halfstep._scaler import guard as guard
     from halfstep._tools.diagnose.diagnosis import Diagnosis as Diagnosis
-    from halfstep._tools.doctor.doctor import doctor as doctor
     from halfstep._tools.record.record import record as record
     from halfstep._tools.trace.trace import trace as trace
     from halfstep._tools.tune.tuner import self_check as self_check
@@ -57,7 +56,6 @@ _MODULES = {
     "custom_bwd": "halfstep._autocast",
     "custom_fwd": "halfstep._autocast",
     "diagnose": "halfstep._tools.watch.diagnose",
-    "doctor": "halfstep._tools.doctor.doctor",
     "float32_weights": "halfstep._master_weights.master_weights",
     "guard": "halfstep._scaler",
     "is_autocast_available": "torch.amp",

@@ -37,19 +37,11 @@ def test_every_id_has_its_entry_in_the_order_of_the_catalog() -> None:
 
 def test_all_but_the_process_have_examples() -> None:
     ids = [example.values[0] for example in EXAMPLES]
-    assert sorted(set(ids)) == sorted(
-        set(CATALOG)
-        - {"reduced-precision-sums", "tf32-off", "onednn-off"}
-        - {"bf16-emulated", "fp16-convolutions", "slower-dtype"}
-    )
+    assert sorted(set(ids)) == sorted(set(CATALOG) - {"slower-dtype"})
     assert all(ids.count(id) == 2 for id in ids)
 
 
 def ids_found(block: str) -> list[str]:
-    if "halfstep.doctor(" in block:
-        namespace = names()
-        exec(block, namespace)
-        return [finding.id for finding in namespace["found"]]
     return [finding.id for finding in check_source(PREAMBLE + block)]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -181,52 +180,13 @@ def is_capturing(device: torch.device) -> bool:
 
 # --- cards ----------------------------------------------------------------------------------------
 
-_TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), "fp8"))
-
 # The chips TU116 and TU117 have compute capability 7.5 but no tensor cores, and float16
 # convolutions are NaN there: pytorch#58123, pytorch#77955. Names as in ultralytics#17977, with two
 # other cards of the chip TU117.
 _NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bT\d{3,4}\b|\bMX[45]50\b")
 
-# By the start of gcnArchName. PyTorch's own question, torch.cuda.is_bf16_supported(), is answered
-# with True for every AMD GPU (torch/cuda/__init__.py, 2.13; pytorch#80410): others emulate bfloat16
-# (RDNA 1 and 2, gfx10: unslothai/unsloth#7682). tf32 as in torch.cuda.is_tf32_supported(), 2.13.
-_MATRIX_CORES = {
-    "gfx908": ("fp16", "bf16"),  # MI100
-    "gfx90a": ("fp16", "bf16"),  # MI200
-    "gfx94": ("fp16", "bf16", "tf32", "fp8"),  # MI300
-    "gfx95": ("fp16", "bf16", "tf32", "fp8"),  # MI350
-    "gfx11": ("fp16", "bf16"),  # RDNA 3
-    "gfx12": ("fp16", "bf16", "fp8"),  # RDNA 4
-}
 
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU of CUDA or ROCm."""
-
-    name: str
-    kind: str  # its compute capability or, of an AMD GPU, its architecture
-    formats: tuple[str, ...]  # that its matrix units multiply: of fp16, bf16, tf32, fp8
-    has_safe_fp16: bool = True  # whether convolutions in float16 are right
-
-
-def card_of(device: torch.device | None = None) -> Card:
-    """Return the card of a CUDA or ROCm device, by default of the current one."""
-    properties = torch.cuda.get_device_properties(device)
-    return _amd(properties) if torch.version.hip else _nvidia(properties)
-
-
-def _nvidia(properties: Any) -> Card:
-    capability = properties.major, properties.minor
-    kind = f"compute capability {properties.major}.{properties.minor}"
-    if capability == (7, 5) and _NO_TENSOR_CORES.search(properties.name):
-        return Card(properties.name, kind, (), has_safe_fp16=False)
-    formats = tuple(name for since, name in _TENSOR_CORES if capability >= since)
-    return Card(properties.name, kind, formats)
-
-
-def _amd(properties: Any) -> Card:
-    name = properties.gcnArchName.split(":")[0]  # such as gfx90a:sramecc+:xnack-
-    formats = (each for start, each in _MATRIX_CORES.items() if name.startswith(start))
-    return Card(properties.name, name, next(formats, ()))
+def has_safe_float16() -> bool:
+    """Return whether convolutions in float16 are right on the current CUDA or ROCm device."""
+    card = torch.cuda.get_device_properties()
+    return (card.major, card.minor) != (7, 5) or not _NO_TENSOR_CORES.search(card.name)

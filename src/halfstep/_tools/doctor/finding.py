@@ -28,7 +28,7 @@ class Finding:
         cure: The remedy.
         code: The remedy as Python code to paste; empty if it takes more than a few lines.
         names: The names of the parameters, modules or variables concerned.
-        file, line: The place in the source; empty and 0 for objects.
+        file, line: The place in the source.
     """
 
     id: str
@@ -54,8 +54,8 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """File and line; empty for objects."""
-        return f"{self.file}:{self.line}" if self.file else ""
+        """File and line."""
+        return f"{self.file}:{self.line}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, including severity and docs."""
@@ -63,8 +63,7 @@ class Finding:
         return {**own, "severity": self.severity, "docs": self.docs}
 
     def __str__(self) -> str:
-        place = f"{self.place}: " if self.file else ""
-        lines = [f"{self.severity}: {place}{one_line(self.text)} [{self.id}]"]
+        lines = [f"{self.severity}: {self.place}: {one_line(self.text)} [{self.id}]"]
         lines.append(f"    cure: {one_line(self.cure)}")
         lines += [f"        {one_line(line)}" for line in self.code.splitlines()]
         return "\n".join(lines)

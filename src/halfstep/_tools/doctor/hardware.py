@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
-from halfstep._pytorch.devices import Card, card_of
+from halfstep._pytorch.devices import has_safe_float16
 from halfstep._tools.doctor.finding import Finding, finding
 
 _BACKENDS: Any = torch.backends  # its attributes are made on access
@@ -40,9 +40,6 @@ class Flag:
         return "cpu" if any(of in self.name for of in ("mkldnn", "denormal", '"cpu"')) else ""
 
 
-_FP16_SUMS = "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
-_BF16_SUMS = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
-_CUDA_FP32 = "torch.backends.cuda.matmul.fp32_precision"
 _ONEDNN = "torch.backends.mkldnn.enabled"
 
 _MEANINGS: dict[str, str] = tomllib.loads(
@@ -79,38 +76,6 @@ def is_flushing() -> bool:
     """Return whether the CPU flushes subnormal results to zero in this thread."""
     smallest = torch.full((16,), torch.finfo(torch.float32).smallest_normal)
     return not bool((smallest * 0.5).any())
-
-
-def findings(
-    device_type: str, dtype: torch.dtype | None, card: Card | None = None
-) -> Iterator[Finding]:
-    """Yield findings about the switches and the card, for training on a device.
-
-    ``dtype`` is the lower precision, None if unknown; ``card`` is that of a CUDA device.
-    """
-    values = {flag.name: flag.value for flag in read_flags()}
-    sums = {torch.float16: _FP16_SUMS, torch.bfloat16: _BF16_SUMS}.get(dtype) if dtype else None
-    if device_type == "cuda" and sums is not None and values[sums] == "True":
-        yield finding("reduced-precision-sums", names=[sums], flag=sums)
-    if card is not None:
-        yield from _of_card(card, dtype)
-    if card is not None and "tf32" in card.formats and values[_CUDA_FP32] in ("ieee", "none"):
-        value = values[_CUDA_FP32]
-        yield finding("tf32-off", names=[_CUDA_FP32], flag=_CUDA_FP32, value=value)
-    if device_type == "cpu" and dtype is not None and values[_ONEDNN] == "False":
-        yield finding("onednn-off", names=[_ONEDNN], flag=_ONEDNN)
-
-
-def _of_card(card: Card, dtype: torch.dtype | None) -> Iterator[Finding]:
-    has_fp16 = "fp16" in card.formats
-    cure = "train in fp16 with a GradScaler" if has_fp16 else "train in fp32"
-    if card.has_safe_fp16 and not has_fp16:
-        cure += ", or in fp16 with a GradScaler if `halfstep doctor` measures that it is faster"
-    if dtype is torch.bfloat16 and "bf16" not in card.formats:
-        code = "dtype=torch.float16" if has_fp16 else "enabled=False"
-        yield finding("bf16-emulated", card=f"{card.name} ({card.kind})", cure=cure, code=code)
-    if dtype is torch.float16 and not card.has_safe_fp16:
-        yield finding("fp16-convolutions", card=f"{card.name} ({card.kind})")
 
 
 def slower(lowered: Mapping[tuple[str, str], int], machine: MachineReport) -> Iterator[Finding]:
@@ -169,9 +134,8 @@ def inspect_machine() -> MachineReport:
     This takes a second or two. Sync: many.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    card = card_of() if device == "cuda" else None
     speeds = measure_speeds(device)
-    advice = advise(speeds.ratios, has_safe_fp16=card is None or card.has_safe_fp16)
+    advice = advise(speeds.ratios, has_safe_fp16=device == "cpu" or has_safe_float16())
     if speeds.noise:
         advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
     return MachineReport(device, device_name(device), speeds, advice, tuple(read_flags()))
