@@ -695,6 +695,8 @@ class World:
         for param in opt.params:
             param.forget()
         before = [param.tensor.tolist() for param in opt.params]
+        can_amplify = self.scaler._engine.loss_scale.can_amplify
+        is_divided_later = max_norm is not None or self.is_first(opt.optimizer) or can_amplify
         self.scaler.step(opt.optimizer, closure, max_norm=max_norm)
         self.on_device = True
         self.num_losses += 1
@@ -705,7 +707,7 @@ class World:
         assert self.scaler.outcome(opt.optimizer).taken == (not look.found_inf)
         if look.found_inf:
             assert [param.tensor.tolist() for param in opt.params] == before
-            if max_norm is not None:  # measured, and left as they were
+            if is_divided_later:  # and left as they were
                 look.left_scaled = True
                 for param in params:
                     param.scaled_by = scale

@@ -221,21 +221,31 @@ def test_clipping_too_early_is_noticed_after_skipped_steps(fused: bool) -> None:
         scaler.update()
 
 
-def test_clipping_too_early_is_noticed_with_a_replaced_method() -> None:
+@pytest.mark.parametrize("how", ["replaced method", "closure"])
+def test_clipping_too_early_is_noticed_on_other_roads(how: str) -> None:
     class Own(GradScaler):
         def get_scale(self) -> float:
             return super().get_scale()
 
     param = torch.nn.Parameter(torch.zeros(3))
-    optimizer, scaler = torch.optim.SGD([param], lr=0.1), Own()
+    optimizer, scaler = torch.optim.SGD([param], lr=0.1), GradScaler()
+    if how == "replaced method":
+        scaler = Own()
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (param * torch.randn(3)).sum()
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        return loss
+
     caught = []
     for _ in range(5):
-        optimizer.zero_grad()
-        scaler.scale((param * torch.randn(3)).sum()).backward()
-        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        if how != "closure":
+            evaluate()
         with warnings.catch_warnings(record=True) as now:
             warnings.simplefilter("always")
-            scaler.step(optimizer)
+            scaler.step(optimizer, evaluate if how == "closure" else None)
         caught += now
         scaler.update()
     (warning,) = caught

@@ -80,22 +80,24 @@ def take(
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
     try:
-        if not is_fused:
-            refuse_half(engine, step)
-        if max_norm is not None or (step.is_first and step.multiplier is not None):
-            step = measure(step)
-        elif step.multiplier is None:
-            step = look(engine.iteration.ledger, step)
-        elif is_fused or step.loss_scale.can_amplify:
-            # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
-            # unchanged.
-            step = check(step)
-        else:
-            step = unscale_(step)
+        step = examine(engine, step, max_norm, is_fused=is_fused)
     except BaseException as error:
         failed(engine, plan, step, error)
         raise
     return finish(engine, plan, make_step, step, max_norm, is_fused=is_fused)
+
+
+def examine(engine: Engine, step: Step, max_norm: float | None, *, is_fused: bool) -> Step:
+    """Check gathered gradients, and measure or divide them too where the step needs it anyway."""
+    if not is_fused:
+        refuse_half(engine, step)
+    if max_norm is not None or (step.is_first and step.multiplier is not None):
+        return measure(step)
+    if step.multiplier is None:
+        return look(engine.iteration.ledger, step)
+    # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
+    # unchanged.
+    return check(step) if is_fused or step.loss_scale.can_amplify else unscale_(step)
 
 
 def finish(

@@ -34,15 +34,12 @@ from halfstep._scaler.outcome import has_its_gradients
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.step import (
     clip_coefficient_of,
+    examine,
     gather,
-    look,
-    measure,
     multiply_,
     read,
-    refuse_half,
     remember,
     require_in_time,
-    unscale_,
 )
 from halfstep.errors import CallOrderError
 
@@ -168,14 +165,7 @@ def _checked(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float |
     """Return the step with the present gradients, checked and decided. Sync: one."""
     params = parameters(optimizer)
     step = gather(engine, "step", optimizer, params, needs_one=True)
-    refuse_half(engine, step)
-    if max_norm is not None:
-        step = measure(step)
-    elif step.multiplier is None:
-        step = look(engine.iteration.ledger, step)
-    else:
-        step = unscale_(step)
-    return read(step.decide())[0]
+    return read(examine(engine, step, max_norm, is_fused=False).decide())[0]
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
