@@ -143,7 +143,7 @@ class Setup:
         self.params = [torch.nn.Parameter(torch.ones(2, device=DEVICE)) for _ in range(3)]
         self.optimizer = torch.optim.SGD(self.params[:2], lr=0.1, fused=is_fused)
         self.other = torch.optim.SGD(self.params[2:], lr=0.1)
-        self.scaler = GradScaler(DEVICE)
+        self.scaler, self.flags = GradScaler(DEVICE), dict[torch.device, torch.Tensor]()
         for _ in range(12):  # what the first steps measure arrives late on a slow device
             self.iterate()
 
@@ -158,16 +158,15 @@ class Setup:
 
 UNUSUAL: dict[str, Callable[[Setup], Any]] = {
     "two optimizers": lambda s: s.iterate(s.optimizer, s.other),
-    "another parameter": lambda s: (
-        s.optimizer.add_param_group({"params": [s.params[2]]}),
-        s.iterate(),
+    "another parameter": lambda s: s.iterate(
+        s.optimizer.add_param_group({"params": [s.params[2]]}) or s.optimizer
     ),
     "growth is due": lambda s: (s.scaler.set_growth_interval(1), s.iterate()),
     "the scale is written": lambda s: (s.scaler._scale.fill_(64.0), s.iterate()),
     "a read flag": lambda s: (
         s.scaler.scale(torch.stack(s.params).sum()).backward(),
         s.scaler.step(s.optimizer),
-        s.scaler._found_inf_per_device(s.optimizer),
+        s.flags.update(s.scaler._found_inf_per_device(s.optimizer)),
         s.scaler.update(),
     ),
 }
@@ -190,6 +189,9 @@ def test_what_is_unusual_is_not_counted(
     made.iterate()  # by a new plan
     # Where the device moves the scale, gradients of a second optimizer may be unused.
     assert counted[-1] == (case != ("two optimizers" if device_moves else "growth is due"))
+    made.params[0].data.fill_(math.inf)
+    made.iterate()  # which writes to no flag that others have
+    assert made.scaler.outcome(made.optimizer).skipped > any(made.flags.values())
 
 
 def test_an_outcome_of_a_counted_step_is_read_late() -> None:

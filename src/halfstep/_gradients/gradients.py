@@ -40,6 +40,7 @@ Kind: TypeAlias = tuple[torch.device, torch.dtype]
 Flags: TypeAlias = dict[torch.device, Tensor]
 """Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
+_version_of: Callable[[Tensor], int] = attrgetter("_version")
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 
 
@@ -70,7 +71,7 @@ class Gradients:
         return _gradients(*([row[part] for row in kept] for part in range(3)))
 
     def versions(self) -> list[int]:
-        return list(map(attrgetter("_version"), self.grads))
+        return list(map(_version_of, self.grads))
 
     def written_since(self, versions: list[int]) -> Gradients:
         """Return the gradients that do not have these versions, one for each, any more."""
@@ -222,7 +223,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         TypeError: A gradient has a sparse layout other than COO. Nothing is changed.
     """
     params = list(params)
-    found, grads, by_kind = list[Tensor](), list[Tensor](), dict[Kind, list[Tensor]]()
+    grads, by_kind = list[Tensor](), dict[Kind, list[Tensor]]()
     device = dtype = None
     # One loop, since most of what a step costs the host is code that is not in the cache.
     for param in params:
@@ -242,9 +243,10 @@ def collect(params: Iterable[Tensor]) -> Gradients:
                 return _collect_any(params)
             kind = by_kind.setdefault((device, dtype), [])
         kind.append(grad)
-        found.append(param)
         grads.append(grad)
-    return Gradients(found, grads, grads, by_kind)
+    if len(grads) < len(params):
+        params = [param for param in params if param.grad is not None]
+    return Gradients(params, grads, grads, by_kind)
 
 
 def _collect_any(params: list[Tensor]) -> Gradients:

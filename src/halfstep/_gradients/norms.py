@@ -61,12 +61,14 @@ class Norms(NamedTuple):
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []
-        for positions, squares in self.on_device.values():
+        for where, (positions, squares) in self.on_device.items():
             if shares:
                 own = [shares[position] for position in positions]
                 squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
             total = squares.sum()
-            sums.append(to_device(total if has_float64(device) else total.float(), device))
+            if where != device:
+                total = to_device(total if has_float64(device) else total.float(), device)
+            sums.append(total)
         if not sums:  # another rank has all of them
             return torch.zeros((), dtype=widest_float(device), device=device)
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

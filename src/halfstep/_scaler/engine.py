@@ -106,7 +106,7 @@ class Engine:
             outputs = self._create_scale_of(outputs)
         iteration = self.current
         is_traced = is_dynamo_compiling()
-        stages = self.usual and [step.stage for _, step in self.usual.values()]
+        stages = [step.stage for _, step in self.usual.values()] if self.usual else ()
         if iteration.ledger.entries or OptState.UNSCALED in stages:
             self.iteration.ledger.watch()
         if OBSERVERS and not is_traced:

@@ -152,7 +152,7 @@ class Outcome:
     _measured_scale: Scalar = 1.0
 
     def __init__(
-        self, step: Step, names: Names, *, is_fused: bool = False, versions: list[int] | None = None
+        self, step: Step, names: Names, is_fused: bool = False, versions: list[int] | None = None
     ) -> None:
         """Keep the results of a decided step; parameters instead of gradients, to save memory."""
         optimizer, skip, norms = step.optimizer, step.skip, step.norms

@@ -428,8 +428,10 @@ def _ready(step: Step, max_norm: float | None) -> Step:
 
 def step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
     """Step with an optimizer that divides and skips by itself."""
-    scale, own, device = None, step.own, step.loss_scale.device
-    if not (step.multiplier is None and coefficient is None):
+    scale, own, loss_scale, device = None, step.own, step.loss_scale, step.loss_scale.device
+    if coefficient is None and loss_scale.is_here and step.multiplier == loss_scale.tensor.item():
+        scale = loss_scale.tensor  # as torch.amp
+    elif not (step.multiplier is None and coefficient is None):
         divisor = divisor_of(1.0 if step.multiplier is None else step.multiplier, coefficient)
         scale = scalars.as_tensor(divisor, device)
     assert step.skip is not None

@@ -93,8 +93,7 @@ def take(engine: Engine, optimizer: Optimizer, max_norm: float | None) -> Any:
             engine.buffers.restore(step.skip)
     # Who writes to a shared gradient from now on has it checked again.
     _keep(engine, plan, step)
-    outcome = Outcome(step, engine.names, is_fused=is_fused, versions=plan.versions)
-    engine.journal.add(plan, outcome)
+    engine.journal.add(plan, Outcome(step, engine.names, is_fused, plan.versions))
     return result
 
 
