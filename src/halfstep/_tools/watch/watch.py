@@ -310,10 +310,11 @@ class Watch:
         skipped = [outcome for outcome in outcomes if not outcome.taken]
         step = self._running
         late = [outcome for outcome in skipped if outcome.reason is Reason.AFTER_UNSCALE]
-        if late:  # a replay, which ends with the backward pass, would be finite
+        if late and self._may_look():  # a replay, which ends with the backward pass, is finite
             ends = tuple(culprit.name for each in late for culprit in each.find_culprits())
             found = self._of_gradients(w for each in late for w in each.culprit_parameters())
             self._report(found or Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
+        if late:
             skipped, bad = [each for each in skipped if each not in late], []
         bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
