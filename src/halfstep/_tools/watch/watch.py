@@ -351,7 +351,8 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
-        step.is_ahead = self._steps.rounds.is_ahead(given)
+        if step.num_backward == 1:  # later ones of the step find other gradients set
+            step.is_ahead = self._steps.rounds.is_ahead(given)
         values, taken = values_of(losses), self._taken
         is_begun = taken is not None and bool(taken.gradients) and not step.num_calls
         if is_begun and self._check_weights():  # before its closure; a loss may hide it
