@@ -76,11 +76,12 @@ def test_a_loss_has_the_number_of_the_step_that_it_leads_to(
 
     with record(tmp_path) as run, Watch(tell=lambda _, n: told.append(n), seconds=0, number=number):
         for i, name in enumerate(order * 3):
-            fake = generator(torch.ones(8, 2))
-            loss = critic(fake.detach() if name == "D" else fake).square().mean()
-            loss = loss * torch.log(torch.tensor(float(i != bad)))
             optimizers[name].zero_grad()
-            scaler.scale(loss).backward()
+            for is_last in (False, True) if bad % 2 else (True,):  # accumulated
+                fake = generator(torch.ones(8, 2))
+                loss = critic(fake.detach() if name == "D" else fake).square().mean()
+                loss = loss * torch.log(torch.tensor(float(i != bad or not is_last)))
+                scaler.scale(loss).backward()
             scaler.step(optimizers[name])
             scaler.update()
     assert told == [read_run(tmp_path).steps[bad].step]

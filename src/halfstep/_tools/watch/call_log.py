@@ -36,6 +36,7 @@ from halfstep._tools.replay.kept_calls import (
     Made,
     devices_of_autocast,
     is_model,
+    name_of,
     parts_of,
     set_part,
 )
@@ -278,9 +279,10 @@ class CallLog:
         is_found = False
         with unseen():
             if args and isinstance(args[0], Tensor):
-                call = self._placed(function, args[1:], kwargs).call
+                has_values = name_of(function) not in _WRITES_NO_VALUES
+                call = self._placed(function, args[1:] if has_values else (), kwargs).call
                 is_bad = any(map(_is_bad_number, args[1:]))
-                if call.name not in _WRITES_NO_VALUES:
+                if has_values:
                     self._last_writes.put(args[call.name == ".data="], call)
                 if call.at is not None:
                     if is_bad:

@@ -50,6 +50,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
 from halfstep._tools.patches import Patches
+from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
@@ -309,9 +310,11 @@ class Watch:
         skipped = [outcome for outcome in outcomes if not outcome.taken]
         step = self._running
         late = [outcome for outcome in skipped if outcome.reason is Reason.AFTER_UNSCALE]
-        if late:  # a replay, which ends with the backward pass, would be finite
+        if late and self._may_look():  # a replay, which ends with the backward pass, is finite
             ends = tuple(culprit.name for each in late for culprit in each.find_culprits())
-            self._report(Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
+            found = self._of_gradients(w for each in late for w in each.culprit_parameters())
+            self._report(found or Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
+        if late:
             skipped, bad = [each for each in skipped if each not in late], []
         bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
@@ -348,7 +351,8 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
-        step.is_ahead = self._steps.rounds.is_ahead(given)
+        if step.num_backward == 1:  # later ones of the step find other gradients set
+            step.is_ahead = self._steps.rounds.is_ahead(given)
         values, taken = values_of(losses), self._taken
         is_begun = taken is not None and bool(taken.gradients) and not step.num_calls
         if is_begun and self._check_weights():  # before its closure; a loss may hide it
@@ -612,9 +616,7 @@ class Watch:
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
             found = None if root is None else self._diagnosis_of(root, scale)
-            gradients = (weight.grad for weight in weights_of(calls))
-            bad = (grad for grad in gradients if grad is not None and not are_finite([grad]))
-            found = found or next(filter(None, map(self._of_write, bad)), None)
+            found = found or self._of_gradients(weights_of(calls))
         if found is not None:
             if found.verdict == "data":
                 if found.cure and is_left_out and not is_last and not _is_of_the_model(found):
@@ -649,6 +651,12 @@ class Watch:
         calls = needed_for([value.call])
         return diagnosis_of_calls(calls, value, scale, self._model_of(calls))[0]
 
+    def _of_gradients(self, weights: Iterable[Tensor]) -> Diagnosis | None:
+        """Return the diagnosis of what the loop last wrote to gradients in this step, or None."""
+        gradients = (weight.grad for weight in weights)
+        bad = (grad for grad in gradients if grad is not None and not are_finite([grad]))
+        return next(filter(None, map(self._of_write, bad)), None)
+
     def _of_write(self, tensor: Tensor) -> Diagnosis | None:
         """Return the diagnosis of what the loop last wrote to a tensor in this step."""
         value, at = self._capture.log.wrote(tensor)
@@ -656,7 +664,9 @@ class Watch:
         if found is None or at is None or found.verdict not in ("maths", "range"):
             return found
         name = names_in(self._last_model)(tensor) or name_in_code(tensor)
-        return replace(found, happened=COMES_FROM.format(name=name, line=line_text(at.line)))
+        comes = COMES_FROM.format(name=name, line=line_text(at.line))
+        notes = tuple(note for note in found.notes if note != LEFT_GRADIENTS)
+        return replace(found, happened=comes, notes=notes)
 
     def _of_written(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
         """Name where the loop last wrote to a bad weight or argument of calls, first in the cure.
