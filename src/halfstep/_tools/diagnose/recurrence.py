@@ -32,6 +32,11 @@ ORTHOGONAL = (
     'torch.nn.init.orthogonal_(model.get_parameter("{0}"))  # once, before the first step\n'
     "or bound what it is multiplied by in each call, as tanh and a norm do"
 )
+BOUND = Cure(
+    "look",
+    "bound what grows from call to call: a norm or tanh of it, weights that start smaller, or a "
+    "smaller step of an integration",
+)
 
 
 class _Calls(NamedTuple):
@@ -72,25 +77,33 @@ def _is_square(tensor: Tensor) -> bool:
 
 
 def of_recurrence(trial: CureTrial, call: UserCall | None) -> Cure | None:
-    """Return the cure of an op whose results grow from call to call, if it is one; or None.
+    """Return the cure of an op whose results grow from call to call, or None if there is none.
 
-    It is another start of the weight that it multiplies by, else a norm of what it reads. A note
-    says by how much they grow.
+    It is another start of the weight that it multiplies by, or a norm of what it reads, if that
+    trains; else it says in words what to bound. A note says by how much they grow.
     """
     replayer, repeats = trial.replayer, _Repeats(trial.replayer.model)
     with replayer.run(Variant(scale=trial.scale), repeats):
         grown = [each for each in repeats.found.values() if _grow(each.sizes)]
-    cures: list[Cure | None] = []
-    for op, place, sizes, weight in sorted(grown, key=lambda each: each.weight is None)[:1]:
-        factor = math.pow(sizes[-1] / sizes[0], 1 / (len(sizes) - 1))
-        where = "" if place is None else f" at {line_text(place.line)}"
-        replayer.notes.append(
-            f"the results of {op}{where} grow {number(factor)}-fold from call to call in this "
-            f"step: from {number(sizes[0])} to {number(sizes[-1])} in {len(sizes)} calls"
-        )
-        cures += [] if weight is None else [_of_start(trial, *weight)]
-        cures += [] if call is None else [of_edit(trial, call, NORM)]
-    return next((each for each in cures if each and flaw_of(each, trial.usual) is Flaw.NONE), None)
+    if not grown:
+        return None
+    found = min(grown, key=lambda each: each.weight is None)
+    sizes = found.sizes
+    factor = math.pow(sizes[-1] / sizes[0], 1 / (len(sizes) - 1))
+    where = "" if found.place is None else f" at {line_text(found.place.line)}"
+    replayer.notes.append(
+        f"the results of {found.op}{where} grow {number(factor)}-fold from call to call in this "
+        f"step: from {number(sizes[0])} to {number(sizes[-1])} in {len(sizes)} calls"
+    )
+    cures = (each for each in _cures(trial, call, found) if each is not None)
+    return next((each for each in cures if flaw_of(each, trial.usual) is Flaw.NONE), BOUND)
+
+
+def _cures(trial: CureTrial, call: UserCall | None, found: _Calls) -> Iterator[Cure | None]:
+    if found.weight is not None:
+        yield _of_start(trial, *found.weight)
+    if call is not None and found.place is not None and call.place.is_at(found.place):
+        yield of_edit(trial, call, NORM)
 
 
 def _grow(sizes: list[float]) -> bool:
