@@ -4,7 +4,7 @@ Task: fit a product of two waves; three runs with the same start and the same ba
 
 Rules to remember:
 - A bfloat16 weight has 8 binary digits: an update below 1/512 of it is lost.
-- `master_weights(optimizer)` keeps what rounding leaves out, in 2 bytes a weight.
+- `master_weights(optimizer)` stores what rounding drops, in 2 bytes a weight.
 - The optimizer steps in float32. It stays the same object, for schedulers, GradScaler, state_dict.
 
 Run: python examples/half_parameters.py

@@ -76,7 +76,7 @@ def master_weights(
 ) -> _Optimizer:
     """Make an optimizer step its bfloat16 and float16 parameters in float32.
 
-    The state of the optimizer keeps what rounding leaves out of each weight. During
+    The state of the optimizer stores what rounding drops from each weight. During
     ``optimizer.step`` parameters and gradients *are* float32: any optimizer of PyTorch computes bit
     for bit as on a float32 model, and creates float32 state. Afterwards the parameters have their
     own dtype again: they are the same objects in the same memory, newly rounded. After any other

@@ -108,7 +108,7 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
         what,
         Code(worst.name),
         f" ({worst.dtypes[-1]}).",
-        cure=(" Keep all that rounding leaves out: ", *by_option, call, "."),  # not of a notice
+        cure=(" Store what rounding drops: ", *by_option, call, "."),  # not of a notice
         evidence=row_of(summary, worst),
     )
 
