@@ -132,7 +132,7 @@ def test_the_other_rooms_leave_the_inside_of_a_scaler_alone() -> None:
 
 def test_a_step_costs_little_more_than_pytorchs() -> None:
     """In a process of its own: what other tests have entered adds hooks to optimizers."""
-    done = forked.python("benchmarks/step_calls.py", cwd=ROOT)
+    done = forked.python(ROOT / "benchmarks" / "step_calls.py", cwd=ROOT)
     assert done.code == 0, done.err
     table = done.out
     rows = {
