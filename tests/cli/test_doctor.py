@@ -45,7 +45,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]
     return code, out
 
 
-def test_the_machine_and_its_flags(capsys) -> None:
+def test_the_machine(capsys) -> None:
     code, printed = doctor(capsys)
     assert code == 0
     lines = [" ".join(line.split()) for line in printed.splitlines()]
@@ -53,7 +53,6 @@ def test_the_machine_and_its_flags(capsys) -> None:
     assert "matrix products 1,000 4,000 (4 x) 250 (0.25 x)" in lines
     assert "convolutions 1,000 2,000 (2 x) 500 (0.5 x)" in lines
     assert any(line.startswith("use bf16: matrix products run at 4 x") for line in lines)
-    assert "torch.backends.mkldnn.enabled = True" in lines
     assert max(map(len, printed.splitlines())) <= 110
 
 
@@ -112,9 +111,6 @@ def test_json(tmp_path, capsys) -> None:
     assert (values["schema"], values["kind"], values["worst"]) == (1, "doctor", "bad")
     assert [each["id"] for each in values["findings"]] == ["scaler-bypassed"]
     assert values["machine"]["advice"]["precision"] == "bf16"
-    assert {flag["name"] for flag in values["machine"]["flags"]} >= {
-        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
-    }
     code, printed = doctor(capsys, "--json", "--no-machine", script)
     assert "machine" not in json.loads(printed)
 

@@ -10,7 +10,7 @@ from halfstep._tools.doctor.finding import CATALOG, Checkup, Finding
 BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
 WARNING = Finding("device-differs", "seen", "cure", file="a.py", line=1)
-NOTICE = Finding("scaler-in-loop", "seen", "cure")
+NOTICE = Finding("bf16-parameters", "seen", "cure")
 
 
 def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
@@ -41,7 +41,7 @@ def test_a_checkup_is_a_sequence_with_the_worst_first_each_once() -> None:
     assert list(checkup) == [EARLIER, BAD, WARNING, NOTICE]
     assert (len(checkup), checkup[0], checkup[-1]) == (4, EARLIER, NOTICE)
     assert repr(checkup) == (
-        "Checkup(scaler-bypassed, clip-before-unscale, device-differs, scaler-in-loop)"
+        "Checkup(scaler-bypassed, clip-before-unscale, device-differs, bf16-parameters)"
     )
 
 
@@ -66,9 +66,9 @@ def test_the_text_has_place_id_cure_code_and_docs() -> None:
         "    cure: cure",
         "        a = 1",
         "        b = 2",
-        "notice: seen [scaler-in-loop]",
+        "notice: seen [bf16-parameters]",
         "    cure: cure",
-        "see docs/doctor.toml [clip-before-unscale], docs/doctor.toml [scaler-in-loop]",
+        "see docs/doctor.toml [clip-before-unscale], docs/doctor.toml [bf16-parameters]",
     ]
     assert str(Checkup()) == "good: nothing found"
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 HELP = "find mistakes in a script, and the best precision for this machine"
 DESCRIPTION = (
     "Finds mistakes in mixed precision in scripts, by reading and not running them. Also measures "
-    "which dtypes are fast on this machine, in a second or two, and shows PyTorch's switches that "
-    "matter."
+    "which dtypes are fast on this machine, in a second or two."
 )
 EPILOG = """\
 To ignore a finding, put a comment in its line, with the name in brackets:
@@ -119,13 +118,6 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
     yield from aligned(table, indent=2, right=names)
     yield ""
     yield f"use {machine.advice.precision}: {machine.advice.reason}"
-    yield ""
-    shown = [flag for flag in machine.flags if flag.device in ("", machine.device)]
-    for flag in shown:
-        yield f"  {flag.name} = {flag.value}"
-        yield f"      {flag.meaning}"
-    left = len(machine.flags) - len(shown)
-    yield f"  ({left} more are of other devices: --json)"
 
 
 def _json(machine: MachineReport | None, checkup: Checkup) -> str:

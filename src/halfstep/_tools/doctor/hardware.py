@@ -1,15 +1,12 @@
-"""The machine: PyTorch's switches, measured speeds, and the advised precision."""
+"""The machine: measured speeds, and the advised precision."""
 
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
@@ -20,62 +17,6 @@ from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
 from halfstep._pytorch.devices import has_safe_float16
 from halfstep._tools.doctor.finding import Finding, finding
-
-_BACKENDS: Any = torch.backends  # its attributes are made on access
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A switch of PyTorch."""
-
-    name: str  # the expression that reads it
-    value: str  # its current value, as text
-    meaning: str
-
-    @property
-    def device(self) -> str:
-        """The device type that it affects; empty for all."""
-        if ".cuda." in self.name or ".cudnn." in self.name or '"cuda"' in self.name:
-            return "cuda"
-        return "cpu" if any(of in self.name for of in ("mkldnn", "denormal", '"cpu"')) else ""
-
-
-_ONEDNN = "torch.backends.mkldnn.enabled"
-
-_MEANINGS: dict[str, str] = tomllib.loads(
-    Path(__file__).with_name("flags.toml").read_text(encoding="utf-8")
-)
-
-_CALLS: dict[str, Callable[[], object]] = {
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-    _ONEDNN: lambda: _BACKENDS.mkldnn.is_available() and _BACKENDS.mkldnn.enabled,
-    "torch.set_flush_denormal": lambda: is_flushing(),
-    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
-    'torch.get_autocast_dtype("cpu")': partial(torch.get_autocast_dtype, "cpu"),
-    'torch.get_autocast_dtype("cuda")': partial(torch.get_autocast_dtype, "cuda"),
-}
-"""Functions that read the switches that are not plain attributes."""
-
-
-def read_flags() -> list[Flag]:
-    """Read all switches. Sync: none."""
-    return [Flag(name, _value(name), meaning) for name, meaning in _MEANINGS.items()]
-
-
-def _value(name: str) -> str:
-    try:
-        if name in _CALLS:
-            return str(_CALLS[name]())
-        return str(attrgetter(name.removeprefix("torch."))(torch))
-    except RuntimeError:
-        # PyTorch raises an error if both its older and its newer API were used.
-        return "mixed"
-
-
-def is_flushing() -> bool:
-    """Return whether the CPU flushes subnormal results to zero in this thread."""
-    smallest = torch.full((16,), torch.finfo(torch.float32).smallest_normal)
-    return not bool((smallest * 0.5).any())
 
 
 def slower(lowered: Mapping[tuple[str, str], int], machine: MachineReport) -> Iterator[Finding]:
@@ -125,7 +66,6 @@ class MachineReport:
     name: str  # of the processor or GPU
     speeds: Speeds
     advice: Advice
-    flags: tuple[Flag, ...]
 
 
 def inspect_machine() -> MachineReport:
@@ -138,7 +78,7 @@ def inspect_machine() -> MachineReport:
     advice = advise(speeds.ratios, has_safe_fp16=device == "cpu" or has_safe_float16())
     if speeds.noise:
         advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
-    return MachineReport(device, device_name(device), speeds, advice, tuple(read_flags()))
+    return MachineReport(device, device_name(device), speeds, advice)
 
 
 def advise(ratios: Mapping[str, Mapping[str, float]], *, has_safe_fp16: bool = True) -> Advice:
@@ -289,7 +229,8 @@ def _duration(run: Callable[[], object], device: str) -> float:
 @contextmanager
 def _fp32_precision(precision: str) -> Iterator[None]:
     """Set the precision of fp32 on CUDA inside the block."""
-    matmul, conv = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv
+    backends: Any = torch.backends  # its attributes are made on access
+    matmul, conv = backends.cuda.matmul, backends.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision
     matmul.fp32_precision = conv.fp32_precision = precision
     try:
