@@ -232,6 +232,17 @@ def test_tensors_of_the_first_step_are_let_go() -> None:
     assert is_there == [False]
 
 
+@pytest.mark.parametrize(("most", "is_held"), [(100, False), (2**28, True)])
+def test_large_values_that_the_loop_has_written_are_let_go(most: int, is_held: bool, monkeypatch):
+    monkeypatch.setattr(call_log, "MOST_COPIED", most)
+    weight, value = nn.Parameter(torch.zeros(64)), torch.ones(64)
+    reference = weakref.ref(value)
+    with Watch(), torch.no_grad():
+        weight.copy_(value)
+        del value
+        assert (reference() is not None) is is_held
+
+
 def test_an_error_of_a_signal_handler_reaches_the_loop() -> None:
     def handler(*_: object) -> None:
         raise TimeoutError("too long")

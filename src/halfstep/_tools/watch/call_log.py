@@ -51,7 +51,8 @@ MOST_EVALUATED = 16
 MOST_CHECKED = 256
 """The largest number of values that are checked when a loop ends with an error."""
 MOST_COPIED = 2**28
-"""The largest total size in bytes of tensors copied in a step before the loop overwrites them."""
+"""The largest size in bytes of all tensors that are copied in a step before the loop overwrites
+them, and of those that are held since it wrote their values to others."""
 
 _GAP = "something computed a tensor in it that cannot be called again"
 _GAP_OF_COMPILED = (
@@ -108,7 +109,7 @@ class CallLog:
         self._old: list[weakref.ref[KeptCall]] = []
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
-        self._first = self._num_copied = 0
+        self._first = self._num_copied = self._num_held = 0
         # The last call in this step in which the loop wrote to a tensor, without the tensor, and
         # where it ever wrote inf or NaN.
         self._last_writes: ByMemory[KeptCall] = ByMemory()
@@ -123,7 +124,7 @@ class CallLog:
     def begin(self) -> None:
         """Begin a new step. Its calls may use results of the last step, but not older ones."""
         self._turn()
-        self._last_writes, self._num_copied = ByMemory(), 0
+        self._last_writes, self._num_copied, self._num_held = ByMemory(), 0, 0
         self._evaluated.clear()
         self._models.clear()
         self._writes = ByMemory()
@@ -279,21 +280,28 @@ class CallLog:
         is_found = False
         with unseen():
             if args and isinstance(args[0], Tensor):
-                has_values = name_of(function) not in _WRITES_NO_VALUES
-                call = self._placed(function, args[1:] if has_values else (), kwargs).call
-                is_bad = any(map(_is_bad_number, args[1:]))
-                if has_values:
-                    self._last_writes.put(args[call.name == ".data="], call)
-                if call.at is not None:
-                    if is_bad:
-                        self.spoilt_at.put(args[0], call.at)
-                    if args[0].dtype is torch.float16:
-                        self._note_half(function.__name__, args, call.at)
                 is_found = self.made_by(args[0]) is None
-                if is_bad:
-                    # The loop itself makes a batch bad. Its values count as data from now on.
-                    is_found |= args[0].grad_fn is None
+                # The loop itself makes a batch bad. Its values count as data from now on.
+                is_bad = any(map(_is_bad_number, args[1:]))
+                is_found |= is_bad and args[0].grad_fn is None
+                self._note_write(function, args, kwargs, is_bad=is_bad)
         return is_found
+
+    def _note_write(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_bad: bool
+    ) -> None:
+        has_values = name_of(function) not in _WRITES_NO_VALUES
+        call = self._placed(function, args[1:] if has_values else (), kwargs).call
+        if call.at is not None:
+            if is_bad:
+                self.spoilt_at.put(args[0], call.at)
+            if args[0].dtype is torch.float16:
+                self._note_half(function.__name__, args, call.at)
+        if has_values:
+            self._last_writes.put(args[call.name == ".data="], call)
+            self._num_held += sum(value.nbytes for value, _ in call.arguments())
+            if self._num_held > MOST_COPIED:  # as of a large checkpoint that is loaded
+                call.forget()
 
     def _note_half(self, name: str, args: Any, place: Place) -> None:
         """Note the largest value that is written to a float16 tensor, which may overflow there."""
