@@ -35,6 +35,7 @@ OF_SGD, SMALL = False, True  # whether the steps of the trial were small
         (OF_SGD, (300.0, 290.0), (0.6, 0.52), Flaw.DOUBT),
         (OF_SGD, (3.0, 2.9), (0.6, 0.6), Flaw.DOUBT),  # it falls as before
         (OF_SGD, (300.0, 100.0), (0.6, 0.6), Flaw.DOUBT),  # or by much
+        (OF_SGD, (300.0, 100.0), (0.98, 0.98), Flaw.NO_CURE),
     ],
 )
 def test_what_a_trial_says_against_a_change(

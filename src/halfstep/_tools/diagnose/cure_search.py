@@ -395,10 +395,8 @@ def _where_to_look(blame: Blame, makers: list[Maker]) -> Cure:
     line = next(small, None)
     if line is not None and blame.op not in _SMALL:
         return Cure("look", IN_LOGS.format(line.number))
-    made = (
-        f": {makers[0].call.function} in line {makers[0].call.place.line.number}" if makers else ""
-    )
-    return Cure("look", f"{LOOK}{made}")
+    made = [f": {m.call.function} in line {m.call.place.line.number}" for m in makers[:1]]
+    return Cure("look", "".join([LOOK, *made]))
 
 
 _SMALL = ("exp", "prod", "cumprod", "softmax", "sigmoid")

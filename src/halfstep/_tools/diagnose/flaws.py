@@ -20,7 +20,7 @@ class Flaw(IntEnum):
 MOST = 0.5
 """The share of values above which an edit computes something else."""
 NEARLY = 0.9
-"""The factor by which that share falls in a trial if the values come back."""
+"""The factor by which that share falls in a trial if the values come back, and a share of all."""
 
 
 def flaw_of(cure: Cure, usual: Usual) -> Flaw:
@@ -42,7 +42,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_usual = not cure.losses or usual.is_like(losses[0])
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_back = last <= first / 10  # almost all of the values
-    is_most = last > MOST and last > NEARLY * first and not is_falling
+    is_most = last > NEARLY or (last > MOST and last > NEARLY * first and not is_falling)
     if is_most or is_far or (is_standing and cure.has_small_steps) or (is_rising and not is_back):
         return Flaw.NO_CURE
     return Flaw.DOUBT if is_standing or is_rising or last or not is_usual else Flaw.NONE

@@ -35,7 +35,7 @@ def of_inputs(calls: Sequence[KeptCall]) -> str:
     """Return the cure of inputs and targets with large values; empty if there are none. Sync."""
     with modes.unseen_by_modes(), torch.no_grad():
         found = dict(_large(calls))
-    how = "(x - x.mean(0)) / x.std(0) of the training data"
+    how = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
     return (
         f"standardise {listed([*found])}, as by {how}: {'; '.join(found.values())}" if found else ""
     )

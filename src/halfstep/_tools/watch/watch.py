@@ -632,7 +632,10 @@ class Watch:
                 self.notes += [f"not tried: {text}" for text in settings]
             if found.verdict in ("maths", "range", "scale") and found.bad is not None:
                 hints = self._growth.hints(calls, is_overflow=found.bad.is_overflow)
-                self.notes += [f"not tried: {hint}" for hint in hints]
+                if hints and (found.cure is None or found.cure.kind == "look"):
+                    found = replace(found, cure=Cure("code", "\nor ".join(hints)))
+                else:
+                    self.notes += [f"not tried: {hint}" for hint in hints]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
