@@ -141,7 +141,10 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         has_step = severity != "notice" or re.search(r"\bstep \d|first step", note.text)
         is_dated = has_step or is_at_end or not note.step
         text = f"{note.text.removesuffix('.')}."
-        text = f"{text[0].upper()}{text[1:]}" if is_dated else f"Step {note.step}: {text}"
+        if not is_dated:
+            text = f"Step {note.step}: {text}"
+        elif re.match(r"[a-z]+[ ,:]", text):  # a word, and no name such as torch.amp
+            text = text[0].upper() + text[1:]
         yield say(severity, text)
 
 
