@@ -221,7 +221,7 @@ CASES = {
     ),
     "steps are taken past the scaler": Case(
         program(step="optimizer.step()", scaler='halfstep.GradScaler("cpu", init_scale=8.0)'),
-        "steps were taken past the scaler",
+        "Steps were taken past the scaler",
         "scaler.step(optimizer) in place of optimizer.step(), then scaler.update()",
         lambda now, cure: now.paste(step="; ".join(re.findall(r"scaler\.\w+\(\w*\)", cure))),
     ),

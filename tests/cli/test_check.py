@@ -35,7 +35,7 @@ def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line)
     [
         (records.failed, ["bad: The loss became NaN at step 7; 3 steps had such a loss"]),
         (records.losing_updates, ["bad: 97 % of the updates measured in 6 steps were lost"]),
-        (records.several_ranks, ["bad: ranks disagree from step 20 on"]),
+        (records.several_ranks, ["bad: Ranks disagree from step 20 on"]),
         (
             records.killed,
             ["bad: The record stops after 5 steps, the last at 2.5 s, without an end"],

@@ -10,13 +10,12 @@ from halfstep._tools.doctor.finding import CATALOG, Checkup, Finding
 BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
 WARNING = Finding("device-differs", "seen", "cure", file="a.py", line=1)
-NOTICE = Finding("bf16-parameters", "seen", "cure")
+NOTICE = Finding("bf16-parameters", "seen", "cure", file="c.py", line=2)
 
 
 def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
     assert (BAD.severity, BAD.docs) == ("bad", "docs/doctor.toml [clip-before-unscale]")
     assert BAD.place == "b.py:7"
-    assert NOTICE.place == ""
 
 
 def test_an_unknown_id_is_refused() -> None:
@@ -66,7 +65,7 @@ def test_the_text_has_place_id_cure_code_and_docs() -> None:
         "    cure: cure",
         "        a = 1",
         "        b = 2",
-        "notice: seen [bf16-parameters]",
+        "notice: c.py:2: seen [bf16-parameters]",
         "    cure: cure",
         "see docs/doctor.toml [clip-before-unscale], docs/doctor.toml [bf16-parameters]",
     ]

@@ -208,7 +208,7 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     assert len(steps) == 36
     assert all(step.loss < 5 for step in steps)
     told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
-    assert "dropped before a step used them 4 times, first before step 4" in told
+    assert "dropped 4 times before a step used them (first before step 4)" in told
     assert "printed a UserWarning (guarded.py:14): Using a target size" in told
     assert told.count("the program printed") == 1
 
@@ -231,7 +231,7 @@ def test_the_loss_of_gradients_that_are_dropped_is_no_part_of_the_first_step(tmp
             optimizer.zero_grad()
     run = read_run(tmp_path / "run")
     assert [step.loss for step in run.steps] == [2.0] * 3
-    assert "used them 3 times, first before step 1" in run.notes[-1].text
+    assert "dropped 3 times before a step used them (first before step 1)" in run.notes[-1].text
 
 
 def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:

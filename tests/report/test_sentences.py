@@ -257,6 +257,10 @@ RUNS = {
         *(step(n, loss=None) for n in range(1, 101) if n != 7), skip(7, reason="loss", loss=None)
     ),
     "Ctrl-C": run(records.end(50.0, 100, "KeyboardInterrupt"), end=False),
+    "Ctrl-C before a step": partial(
+        records.write, events=[records.header(), records.end(1.0, 0, "KeyboardInterrupt")]
+    ),
+    "no step": partial(records.write, events=[records.header(), records.end(1.0, 0)]),
     "an error, skips and a note": run(
         *(records.note(1, "by the way"), skip(50), skip(60), records.end(1.0, 1, "Boom")), end=False
     ),

@@ -319,8 +319,8 @@ class Recorder:
         if self._dropped:
             num = things(len(self._dropped), "time")
             self.say(
-                f"gradients were dropped before a step used them {num}, first before step "
-                f"{self._dropped[0]}: their losses are not recorded"
+                f"gradients were dropped {num} before a step used them (first before step "
+                f"{self._dropped[0]}); their losses are not recorded"
             )
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()

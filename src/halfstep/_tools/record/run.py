@@ -30,6 +30,10 @@ PAST_THE_SCALER = "steps were taken past the scaler"
 HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
 TORCH_SCALER = "torch.amp.GradScaler scales the losses"
 WRONG_STEP = "a step was wrong, as it is with torch.amp"
+NO_STEP = (
+    "no optimizer step was seen: the program made none, steps by hand, or trains in processes that "
+    "halfstep cannot reach"
+)
 
 LARGEST_EXPONENT = 1023
 """The largest exponent: beyond it, twice the next power of two is not a float."""

@@ -20,7 +20,7 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, names, say
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts, predicate, shown
-from halfstep._tools.record.run import options_in, with_options
+from halfstep._tools.record.run import NO_STEP, options_in, with_options
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, BadPlace, Curve, Facts, Origin, StepCounts, Summary
 from halfstep._tools.watch.skips import ENDLESS, MANY
@@ -66,12 +66,8 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
             evidence="machine",
             follows=True,
         )
-    if not summary.steps.num:
-        yield say(
-            "bad",
-            "No step of an optimizer was recorded: the run ended before the first, or none was "
-            "made between the start and the end of the record.",
-        )
+    if not summary.steps.num and facts.state == "ended":
+        yield say("bad", f"{NO_STEP[0].upper()}{NO_STEP[1:]}.")
     if len(facts.ranks) < facts.world_size:
         some = f"{len(facts.ranks)} of {facts.world_size} processes"
         yield say("notice", f"Only {some} left a record: the others may have behaved differently.")

@@ -168,8 +168,8 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
         least = f"; no scale keeps them all, and {power(best)} loses least, {left}"
         return least, call if is_enough else ()
     return (
-        f"; the flushed values are unknown, but a scale of at least {power(window.smallest)}, "
-        f"up to {power(best)}, loses less",
+        f"; a scale from {power(window.smallest)} to {power(best)} loses fewer (how many is not "
+        "known)",
         call,
     )
 

@@ -86,7 +86,8 @@ def sentences(summary: Summary) -> tuple[Sentence, ...]:
     """
     found = [sentence for topic in _TOPICS for sentence in topic(summary)]
     found += _notes(summary)
-    verdict = about_precision(summary, is_good=not any(map(_is_problem, found)))
+    is_good = summary.steps.num > 0 and not any(map(_is_problem, found))
+    verdict = about_precision(summary, is_good=is_good)
     if not any(_is_problem(each) and not each.follows for each in found):
         found = [replace(each, follows=False) for each in found]
     found = [
@@ -140,7 +141,11 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         has_step = severity != "notice" or re.search(r"\bstep \d|first step", note.text)
         is_dated = has_step or is_at_end or not note.step
         text = f"{note.text.removesuffix('.')}."
-        yield say(severity, "" if is_dated else f"Step {note.step}: ", text)
+        if not is_dated:
+            text = f"Step {note.step}: {text}"
+        elif re.match(r"[a-z]+[ ,:]", text):  # a word, and no name such as torch.amp
+            text = text[0].upper() + text[1:]
+        yield say(severity, text)
 
 
 def about_precision(summary: Summary, *, is_good: bool) -> Sentence:

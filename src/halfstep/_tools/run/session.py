@@ -37,7 +37,7 @@ from halfstep._tools.record.files import (
     is_same_program,
     programs_in,
 )
-from halfstep._tools.record.run import WRONG_STEP, Seen, dtypes_text, with_options
+from halfstep._tools.record.run import NO_STEP, WRONG_STEP, Seen, dtypes_text, with_options
 from halfstep._tools.run.launch import (
     NotRunnable,
     execute,
@@ -368,10 +368,7 @@ class Session:
         if not steps and isinstance(self._failure, Exception):
             return "no step of an optimizer was completed before the error"
         if not steps:
-            return (
-                "no optimizer step was seen: the program made none, steps by hand, or trains in "
-                "processes that halfstep cannot reach (docs/run.md)"
-            )
+            return f"{NO_STEP} (docs/run.md)"
         seen, watch = self._record.seen, self._watch
         found = "" if watch is None else f", {things(len(watch.found), 'diagnosis', 'diagnoses')}"
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""
