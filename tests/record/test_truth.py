@@ -45,14 +45,16 @@ def recorded(folder: Path, step: Callable[[], object], num: int = 60) -> tuple[s
     return worst.severity, worst.text, summary
 
 
-def test_a_healthy_loop(tmp_path: Path) -> None:
+def test_a_healthy_loop_and_an_optimizer_without_gradients(tmp_path: Path) -> None:
     loop = Loop()
+    idle = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
 
     def step() -> None:
         step_on(loop.optimizer, loop.loss())
+        idle.step()  # makes no steps
 
-    severity, text, _ = recorded(tmp_path, step)
-    assert (severity, text[:14]) == ("notice", "No product ran")
+    severity, text, summary = recorded(tmp_path, step)
+    assert (severity, text[:14], summary.steps.num) == ("notice", "No product ran", 60)
 
 
 def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> None:
@@ -82,23 +84,14 @@ def test_an_optimizer_of_other_tensors(tmp_path: Path) -> None:
     assert "no optimizer of the run steps these weights" in text
 
 
-@pytest.mark.parametrize("is_first_unscaled", [False, True])
-def test_a_step_past_the_scaler(is_first_unscaled: bool, tmp_path: Path) -> None:
+def test_a_step_past_the_scaler(tmp_path: Path) -> None:
     loop, scaler = Loop(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
     loop.optimizer.param_groups[0]["lr"] = 1e-6
 
     def step() -> None:
         scaler.scale(loop.loss()).backward()
-        if is_first_unscaled:  # as loops do that guard their own step
-            scaler.unscale_(loop.optimizer)
         loop.optimizer.step()
-        if is_first_unscaled:
-            scaler.update()
 
-    if is_first_unscaled:
-        _, text, _ = recorded(tmp_path, step)
-        assert "past the scaler" not in text
-        return
     with pytest.warns(HalfstepWarning, match="past the scaler") as told:
         severity, text, summary = recorded(tmp_path, step)
     assert len(told) == 1
@@ -107,16 +100,22 @@ def test_a_step_past_the_scaler(is_first_unscaled: bool, tmp_path: Path) -> None
     assert "multiplied by the scale (2^10)" in text
 
 
-def test_a_second_optimizer_without_gradients_makes_no_steps(tmp_path: Path) -> None:
-    loop = Loop()
-    other = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
+@pytest.mark.parametrize(("is_checked", "num_skipped"), [(True, 1), (False, 0)])
+def test_a_step_by_hand_after_unscale_is_taken(is_checked, num_skipped, tmp_path) -> None:
+    loop, scaler = Loop(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
+    factors = iter([1.0, torch.inf, 1.0, 1.0])
 
     def step() -> None:
-        step_on(loop.optimizer, loop.loss())
-        other.step()
+        scaler.scale(loop.loss() * next(factors)).backward()
+        scaler.unscale_(loop.optimizer)
+        if loop.model.weight.grad.isfinite().all() or not is_checked:
+            loop.optimizer.step()
+        scaler.update()
 
-    severity, _, summary = recorded(tmp_path, step)
-    assert (severity, summary.steps.num) == ("notice", 60)
+    _, text, summary = recorded(tmp_path, step, 4)
+    assert (summary.steps.num, summary.steps.num_skipped) == (4, num_skipped)
+    assert loop.model.weight.isfinite().all() == is_checked
+    assert "past the scaler" not in text
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -232,6 +231,13 @@ def test_the_loss_of_gradients_that_are_dropped_is_no_part_of_the_first_step(tmp
     run = read_run(tmp_path / "run")
     assert [step.loss for step in run.steps] == [2.0] * 3
     assert "dropped 3 times before a step used them (first before step 1)" in run.notes[-1].text
+
+
+def test_gradients_that_are_clipped_early_are_not_fine(tmp_path: Path) -> None:
+    script = GUARDED.with_name("clipped_early.py")
+    forked.python("-m", "halfstep", "run", "-o", "out", script, cwd=tmp_path)
+    worst = sentences(summarize(read_run(tmp_path / "out")))[0]
+    assert (worst.severity, worst.text[:11]) == ("warning", "step(Adam):")
 
 
 def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:

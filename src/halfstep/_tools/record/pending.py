@@ -33,6 +33,7 @@ class PendingStep:
     loss: Tensor | None
     norm: Tensor | None  # as measured by clip_grad_norm_
     share_lost_updates: Tensor | None
+    is_by_hand: bool = False  # by optimizer.step(), which takes what a scaler would skip
 
     @property
     def scalars(self) -> tuple[Tensor | None, ...]:
@@ -81,6 +82,8 @@ class PendingStep:
                 event["norm"] = entry.norm
             if not entry.taken and self.outcome.rank is not None:
                 event["rank"] = self.outcome.rank
+            if self.is_by_hand:
+                event |= {"taken": True, "reason": None}
         return event
 
 

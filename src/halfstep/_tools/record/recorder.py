@@ -153,6 +153,7 @@ class Recorder:
         self._num_backward = self._num_waits = 0
         self._dropped: list[int] = []  # the steps before which gradients were dropped
         self._stepped: set[int] = set()
+        self._by_hand: set[int] = set()  # that stepped unscaled gradients past their scaler
         self._first_in_turn = self._num_in_turn = 1
         self._begin_sample(is_measuring=every > 0)
 
@@ -272,6 +273,7 @@ class Recorder:
         if scaler is None or not self._is_listening() or self._num_backward > self._num_scaled:
             return False
         if is_unscaled(scaler, optimizer):
+            self._by_hand.add(id(optimizer))
             return False
         if not any(note.startswith(PAST_THE_SCALER) for note in self._said):
             line, name = user_line(), type(optimizer).__name__
@@ -400,8 +402,8 @@ class Recorder:
         name = type(optimizer).__name__ if outcome is None else outcome.optimizer_name
         number = self._number_of(optimizer)
         lost = self._updates.share_lost(optimizer)
-        step = PendingStep(self.num_steps, self._time(), name, number, outcome, loss, norm, lost)
-        self._waiting.add(step)
+        numbers = self._time(), name, number, outcome, loss, norm, lost
+        self._waiting.add(PendingStep(self.num_steps, *numbers, id(optimizer) in self._by_hand))
 
     def _end_iteration(self, scale: float) -> None:
         self._num_ended += 1
@@ -410,6 +412,7 @@ class Recorder:
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
         self._norms, self._scaled, self._is_old = [], [], True
         self._loss_scaler, self._num_scaled = None, 0
+        self._by_hand.clear()
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
             self._num_waits = 0
             self._end_sample(scale)

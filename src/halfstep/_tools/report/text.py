@@ -12,6 +12,7 @@ from halfstep._common.numbers import NONE, bits, count, listed, percent, things
 from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_line, say
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import (
+    CLIPPED_EARLY,
     HOOKS_AND_SCALE,
     NOT_WRITTEN,
     PAST_THE_SCALER,
@@ -126,6 +127,7 @@ _SEVERITIES: dict[str, Severity] = {
     PAST_THE_SCALER: "bad",
     HOOKS_AND_SCALE: "warning",
     TORCH_SCALER: "warning",
+    CLIPPED_EARLY: "warning",
     WRONG_STEP: "warning",
     NOT_WRITTEN: "warning",
     about_steps.NEVER_ACTED: "warning",

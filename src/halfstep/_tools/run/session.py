@@ -37,7 +37,14 @@ from halfstep._tools.record.files import (
     is_same_program,
     programs_in,
 )
-from halfstep._tools.record.run import NO_STEP, WRONG_STEP, Seen, dtypes_text, with_options
+from halfstep._tools.record.run import (
+    CLIPPED_EARLY,
+    NO_STEP,
+    WRONG_STEP,
+    Seen,
+    dtypes_text,
+    with_options,
+)
 from halfstep._tools.run.launch import (
     NotRunnable,
     execute,
@@ -455,6 +462,8 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
             seen.add(text)
             where = f"{Path(filename).name}:{lineno}"
             note(f"the program printed a {category.__name__} ({where}): {text}")
+        elif CLIPPED_EARLY in str(message):
+            note(str(message))
         show(message, category, filename, lineno, *args, **kwargs)
 
     warnings.showwarning = showwarning
