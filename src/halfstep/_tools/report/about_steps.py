@@ -204,8 +204,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
     if steps.num and not steps.num_taken and not steps.num_skipped_later:
         yield say(
             "warning",
-            "No step was taken: the run ended while the scale was still coming down, as it does at "
-            "the start.",
+            "No recorded step was taken: the scale was still coming down, as it does at the start.",
             cure=(" Let it run longer.",),
             evidence="skips",
         )
