@@ -1,8 +1,8 @@
 # kind: 8
-# expect: data
-# tensor: bias|weight
-# cure: last wrote to it: \S+:18 in swap_in: p.data.copy_\(total.data / count\)
-# cure: fix it[^~]*load a checkpoint
+# expect: maths div
+# says: what the loop wrote to weight comes from it: \S+:18 in swap_in: p.data.copy_
+# cure: p.data.copy_\(total.data / max\(count, 1\)\)
+# never: checkpoint
 # step: 4
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ totals, count = [torch.zeros_like(p) for p in model.parameters()], 0
 
 def swap_in():
     for total, p in zip(totals, model.parameters()):
-        p.data.copy_(total.data / count)
+        p.data.copy_(total.data / count)  # bad
 
 
 for step in range(1, 8):
