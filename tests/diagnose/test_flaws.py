@@ -19,23 +19,23 @@ OF_SGD, SMALL = False, True  # whether the steps of the trial were small
         (OF_SGD, (3.0, 2.0), (), Flaw.NONE),
         (OF_SGD, (), (), Flaw.NONE),
         (OF_SGD, (0.0, 0.0), (), Flaw.NONE),  # nothing is to be learned from the batch
-        (OF_SGD, (3.0, 2.0), (0.1, 0.0), Flaw.NONE),  # the values come back
-        (OF_SGD, (3.0, 2.0), (0.1, 0.05), Flaw.DOUBT),
+        (OF_SGD, (3.0, 2.0), (0.1, 0.0, 0.0), Flaw.NONE),  # the values come back
+        (OF_SGD, (3.0, 2.0), (0.1, 0.05, 0.0), Flaw.DOUBT),
         (OF_SGD, (3.0, 3.0), (), Flaw.DOUBT),  # the rate may be small
         (OF_SGD, (3.0, 4.0), (), Flaw.DOUBT),
         (OF_SGD, (300.0, 200.0), (), Flaw.DOUBT),  # those before it were about 3
         (SMALL, (3.0, 4.0), (), Flaw.NONE),
         (SMALL, (3.0, 3.0), (), Flaw.NO_CURE),
-        (OF_SGD, (3.0, 4.0), (0.1, 0.05), Flaw.NO_CURE),
-        (OF_SGD, (3.0, 4.0), (0.1, 0.01), Flaw.DOUBT),  # almost all come back
+        (OF_SGD, (3.0, 4.0), (0.1, 0.05, 0.0), Flaw.NO_CURE),
+        (OF_SGD, (3.0, 4.0), (0.1, 0.01, 0.0), Flaw.DOUBT),  # almost all come back
         (OF_SGD, (3.0, -9e34), (), Flaw.NO_CURE),
-        (OF_SGD, (-9e34, -9e34), (0.1, 0.1), Flaw.NO_CURE),  # far from those before it
-        (OF_SGD, (1e16, 6e15), (0.1, 0.01), Flaw.NO_CURE),
-        (OF_SGD, (300.0, 290.0), (0.6, 0.6), Flaw.NO_CURE),
-        (OF_SGD, (300.0, 290.0), (0.6, 0.52), Flaw.DOUBT),
-        (OF_SGD, (3.0, 2.9), (0.6, 0.6), Flaw.DOUBT),  # it falls as before
-        (OF_SGD, (300.0, 100.0), (0.6, 0.6), Flaw.DOUBT),  # or by much
-        (OF_SGD, (300.0, 100.0), (0.98, 0.98), Flaw.NO_CURE),
+        (OF_SGD, (-9e34, -9e34), (0.1, 0.1, 0.0), Flaw.NO_CURE),  # far from those before it
+        (OF_SGD, (1e16, 6e15), (0.1, 0.01, 0.0), Flaw.NO_CURE),
+        (OF_SGD, (300.0, 290.0), (0.6, 0.6, 0.0), Flaw.NO_CURE),
+        (OF_SGD, (300.0, 290.0), (0.6, 0.52, 0.0), Flaw.DOUBT),
+        (OF_SGD, (3.0, 2.9), (0.6, 0.6, 0.0), Flaw.DOUBT),  # it falls as before
+        (OF_SGD, (300.0, 100.0), (0.6, 0.6, 0.0), Flaw.DOUBT),  # or by much
+        (OF_SGD, (300.0, 100.0), (0.98, 0.98, 0.98), Flaw.NO_CURE),
     ],
 )
 def test_what_a_trial_says_against_a_change(

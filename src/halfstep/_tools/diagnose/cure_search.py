@@ -543,11 +543,11 @@ def _judged_edits(
 
     cure = replace(cure, remarks=calls.remarks())
     cure = trial.judged(cure, change, scale=scale or trial.scale)
-    last = max(each.share for each in made[-2:])  # of the batch, and of the one before
+    least, last = sorted(each.share for each in [calls, *made][-2:])  # of it, and the one before
     if cure.trial and last:
         said = f"at the end of the trial, {last:.0%} of the values are still changed"
         cure = replace(cure, remarks=(*cure.remarks, said))
-    return replace(cure, changed=(calls.share, last) if calls.share or last else ())
+    return replace(cure, changed=(calls.share, last, least) if calls.share or last else ())
 
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:

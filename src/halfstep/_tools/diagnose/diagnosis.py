@@ -138,7 +138,7 @@ class Cure:
         losses: The losses of the batch before each of these steps on it, and after the last.
         remarks: What it changes, and how its loss compares with those of the run.
         changed: The largest share of values that one of its edits takes from where they were, which
-            get no gradient then: in the step, and at the end of the trial.
+            get no gradient then: in the step, and of two batches at the end of the trial.
     """
 
     kind: CureKind

@@ -32,7 +32,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     """
     if cure.is_finite is False:
         return Flaw.NOT_FINITE
-    first, last = cure.changed or (0.0, 0.0)
+    first, last, least = cure.changed or (0.0, 0.0, 0.0)
     losses = cure.losses or (0.0, 0.0)
     is_rising = fall(losses) < 0 and not cure.has_small_steps
     is_standing = stands(losses) and losses[0] != 0
@@ -42,7 +42,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_usual = not cure.losses or usual.is_like(losses[0])
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_back = last <= first / 10  # almost all of the values
-    is_most = last > NEARLY or (last > MOST and last > NEARLY * first and not is_falling)
+    is_most = least > NEARLY or (last > MOST and last > NEARLY * first and not is_falling)
     if is_most or is_far or (is_standing and cure.has_small_steps) or (is_rising and not is_back):
         return Flaw.NO_CURE
     return Flaw.DOUBT if is_standing or is_rising or last or not is_usual else Flaw.NONE
