@@ -77,8 +77,9 @@ def test_masters_and_guard_in_what_accelerate_launches(alone, tmp_path):
     )
     assert under.code == 0, under.err
     assert under.out.splitlines() == hand != plain
-    assert "halfstep: --masters: AdamW steps 4 bfloat16 parameters in float32" in under.err
-    assert under.err.count("halfstep: --guard: ") == 1
+    masters = "halfstep: process-1, --masters: AdamW steps 4 bfloat16 parameters in float32"
+    assert masters in under.err
+    assert under.err.count("halfstep: process-1, --guard: ") == 1
     assert "1 process of the program recorded" in under.err
 
 
