@@ -1,4 +1,4 @@
-"""Scalars of a recorded run on their way to TensorBoard, W&B, MLflow and others."""
+"""Scalars of a recorded run on their way to TensorBoard, W&B and others."""
 
 import sys
 import types
@@ -11,7 +11,7 @@ from tests.record.training import Net, train
 
 import halfstep
 from halfstep._tools.record.read import read_run
-from halfstep.sinks import MLflow, TensorBoard, WandB
+from halfstep.sinks import TensorBoard, WandB
 
 
 class Collector:
@@ -87,18 +87,3 @@ def test_wandb_goes_along_with_a_run_and_commits_nothing(monkeypatch: pytest.Mon
     )
     WandB().log(7, {"scale": 2.0})
     assert logged == [({"halfstep/scale": 2.0, "halfstep/step": 7}, False)]
-
-
-def test_mlflow_goes_along_with_the_active_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[dict[str, float], int, str]] = []
-    active = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
-    mlflow = types.SimpleNamespace(
-        active_run=lambda: None,
-        log_metrics=lambda values, step, run_id: logged.append((values, step, run_id)),
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with pytest.raises(ValueError, match=r"no MLflow run is active.*mlflow\.start_run"):
-        MLflow()
-    mlflow.active_run = lambda: active
-    MLflow().log(7, {"scale": 2.0})
-    assert logged == [({"halfstep/scale": 2.0}, 7, "r1")]

@@ -1,4 +1,4 @@
-"""Destinations for the scalars of a recorded run: TensorBoard, W&B, MLflow, or your own.
+"""Destinations for the scalars of a recorded run: TensorBoard, W&B, or your own.
 
 A sink is any object with ``log(step, scalars)``. The scalars of a step are ``loss``, ``scale``,
 ``norm`` and ``skipped`` (1.0 or 0.0), if known; a sampled step also has ``share_lost_updates``
@@ -83,28 +83,6 @@ class WandB:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass the scalars to W&B."""
         self._run.log(prefixed({**scalars, "step": step}), commit=False)
-
-
-class MLflow:
-    """A sink that logs metrics to the active MLflow run.
-
-    Raises:
-        ValueError: No run is active.
-    """
-
-    def __init__(self) -> None:
-        mlflow: Any = sys.modules.get("mlflow")  # a script with a run has imported it
-        active = None if mlflow is None else mlflow.active_run()
-        if active is None:
-            raise ValueError(
-                "halfstep.sinks.MLflow: no MLflow run is active, and this starts none; make it "
-                "after mlflow.start_run()"
-            )
-        self._mlflow, self._run_id = mlflow, active.info.run_id
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the scalars."""
-        self._mlflow.log_metrics(prefixed(scalars), step=step, run_id=self._run_id)
 
 
 def prefixed(scalars: Mapping[str, float]) -> dict[str, float]:

@@ -165,14 +165,14 @@ def test_a_sink_gets_the_scalars_of_the_first_rank(rank, steps, seen, monkeypatc
 
 
 def test_a_sink_without_its_run_is_a_warning_and_the_record_goes_on(seen, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: None))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
     monkeypatch.setattr(session, "execute", lambda *args, **kwargs: train(Net(), 3))
 
     def whole_run():
-        Session(COMMAND, options(sinks=("mlflow",), folder=Path("x"))).run()
+        Session(COMMAND, options(sinks=("wandb",), folder=Path("x"))).run()
         seen.close()
 
-    with pytest.warns(UserWarning, match=r"RunSink.*no MLflow run is active.*mlflow.start_run"):
+    with pytest.warns(UserWarning, match=r"RunSink.*no W&B run is running.*wandb.init"):
         whole_run()
     assert read_run("x").num_steps == 3
 

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sink",
         action="append",
         default=[],
-        choices=("tensorboard", "wandb", "mlflow"),
+        choices=("tensorboard", "wandb"),
         help="also send the scalars of each step there; may be repeated",
     )
     parser.add_argument(

@@ -57,7 +57,7 @@ from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
 from halfstep._tools.user_code import OURS
 from halfstep.errors import HalfstepWarning, RecordError
-from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
+from halfstep.sinks import Sink, TensorBoard, WandB
 
 if TYPE_CHECKING:
     from halfstep._tools.watch.watch import Watch
@@ -99,7 +99,7 @@ class Options:
 
 
 class RunSink:
-    """A sink that is made at the first step, when the program has started its W&B or MLflow run.
+    """A sink that is made at the first step, when the program has started its W&B run.
 
     Scalars are those of the run: of its first rank, and not of each process that it starts.
     """
@@ -108,7 +108,6 @@ class RunSink:
         made: dict[str, Callable[[], Sink]] = {
             "tensorboard": partial(TensorBoard, folder),
             "wandb": WandB,
-            "mlflow": MLflow,
         }
         self._make = made[name]
         self._is_child = is_child
