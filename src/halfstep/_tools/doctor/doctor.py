@@ -10,12 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep._common.numbers import listed, things
-from halfstep._tools.doctor import (
-    about_hooks,
-    about_iterations,
-    about_precision,
-    hardware,
-)
+from halfstep._tools.doctor import about_hooks, about_iterations, about_precision, hardware
 from halfstep._tools.doctor.finding import Finding
 from halfstep._tools.doctor.hardware import MachineReport
 from halfstep._tools.doctor.read_program import Program
