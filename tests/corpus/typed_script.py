@@ -23,7 +23,6 @@ from halfstep import (
     custom_bwd,
     custom_fwd,
     diagnose,
-    doctor,
     float32_weights,
     guard,
     is_autocast_available,
@@ -54,7 +53,6 @@ NAMES = (
     custom_bwd,
     custom_fwd,
     diagnose,
-    doctor,
     float32_weights,
     guard,
     is_autocast_available,
@@ -111,10 +109,9 @@ def look(model: nn.Module, batch: Tensor) -> str:
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
         with halfstep.diagnose(GradScaler(), model=model, tell=lambda found, step: None) as watch:
             found = watch.found[0]
-    checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)
     tuned = halfstep.tune(model, [batch], loss_of)
-    return "\n".join([seen.table(), found.to_json(), str(checkup), str(check), str(tuned.policy)])
+    return "\n".join([seen.table(), found.to_json(), str(check), str(tuned.policy)])
 
 
 class Double(torch.autograd.Function):
