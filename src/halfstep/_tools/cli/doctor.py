@@ -121,7 +121,7 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
 
 
 def _json(machine: MachineReport | None, checkup: Checkup) -> str:
-    values: dict[str, Any] = {"schema": 1, "kind": "doctor"} | json.loads(checkup.to_json())
+    values: dict[str, Any] = {"schema": 1, "kind": "doctor"} | checkup.to_json()
     if machine is not None:
         values["machine"] = asdict(machine)
     return json.dumps(values, allow_nan=False, indent=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -96,19 +95,13 @@ class Checkup(tuple[Finding, ...]):
         """Whether there are no bad findings and no warnings."""
         return self.worst in ("notice", "good")
 
-    def to_json(self) -> str:
-        """Return everything as JSON."""
-        findings = [finding.to_json() for finding in self]
-        return json.dumps({"worst": self.worst, "findings": findings}, indent=1)
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"worst": self.worst, "findings": [finding.to_json() for finding in self]}
 
     def __str__(self) -> str:
-        if not self:
-            return "good: nothing found"
         places = dict.fromkeys(finding.docs for finding in self)
         return "\n".join([*map(str, self), f"see {', '.join(places)}"])
-
-    def __repr__(self) -> str:
-        return f"Checkup({', '.join(finding.id for finding in self)})"
 
 
 def _order(finding: Finding) -> tuple[int, str, int, str]:
