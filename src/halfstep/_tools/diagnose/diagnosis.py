@@ -322,8 +322,11 @@ def _name(text: object) -> str:
 
 def _is_rounded(bad: BadOp) -> bool:
     """Return whether an earlier rounding, not the dtype of the op's result, is the cause."""
-    is_wide = bad.output is not None and bad.output.dtype in _WIDE
-    return is_wide or (bad.needs is None and any(operand.zeros for operand in bad.inputs))
+    if bad.output is not None and bad.output.dtype in _WIDE:
+        return True
+    if bad.op in ("sqrt", "rsqrt", "log", "log2", "log10"):
+        return any(operand.low is not None and operand.low <= 0 for operand in bad.inputs)
+    return bad.needs is None and any(operand.zeros for operand in bad.inputs)
 
 
 def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:

@@ -175,7 +175,7 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
 
 
 def bad_entries(tensor: Tensor) -> str:
-    """Return " in row 3 of 32, column 1 of 5" for the entries of a tensor that are not finite.
+    """Return " in row 3 of 32 (from 0)" for the entries of a tensor that are not finite.
 
     Rows or columns are left out if all are bad. Of inf in float16, the largest of the finite
     values in these columns follows, since they may not have fitted it. Sync: several.

@@ -302,12 +302,12 @@ class _Changes:
 
 
 def named_rows(bad: Tensor) -> str:
-    """Return "row 3 of 32" for the rows of a mask that have a True; empty if all or none have."""
+    """Return "row 3 of 32 (from 0)" for the rows of a mask that have a True; empty if all or none have."""
     return _named(bad.reshape(len(bad), -1).any(1), "row") if bad.dim() else ""
 
 
 def named_entries(bad: Tensor) -> str:
-    """Return "row 3 of 32, column 1 of 5": :func:`named_rows`, and so the columns of a matrix."""
+    """Return :func:`named_rows`, and so the columns of a matrix."""
     columns = _named(bad.any(0), "column") if bad.dim() == 2 else ""
     return ", ".join(filter(None, (named_rows(bad), columns)))
 
@@ -320,7 +320,7 @@ def _named(bad: Tensor, what: str) -> str:
         return f"{len(found):,} of {len(bad):,} {what}s"
     *others, last = map(str, found)
     named = f"{what}s {', '.join(others)} and {last}" if others else f"{what} {last}"
-    return f"{named} of {len(bad):,}"
+    return f"{named} of {len(bad):,} (from 0)"
 
 
 MOST_NAMED = 8

@@ -80,7 +80,7 @@ def _said(name: str, tensor: Tensor) -> str:
     other = float(columns.max())
     if len(columns) == 1 or other > largest / 2:
         return f"{name} reaches {size_text(largest)}"
-    which = f"column {int(column)} of {len(columns)}"
+    which = f"column {int(column)} of {len(columns)} (from 0)"
     return f"{name} reaches {size_text(largest)} in {which}, {size_text(other)} in the others"
 
 

@@ -1,7 +1,7 @@
 # kind: 8
 # expect: data
 # tensor: weights
-# says: row 5 of 16
+# says: row 5 of 16 \(from 0\)
 # step: 4
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 # kind: 2
 # expect: growth mse_loss
-# cure: ^standardise \S*x\S*, as by .* reaches 2,0\d\d in column 2 of 3, 2\d\d in the others
+# cure: ^standardise \S*x\S*, as by .* reaches 2,0\d\d in column 2 of 3 \(from 0\), 2\d\d in the others
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -2,7 +2,7 @@
 # expect: data
 # tensor: \bfeatures\b
 # cure: last wrote to it: \S+:15 in __init__: self\.x\[
-# cure: x of Table is not finite in rows 3, 40, 90, 91 and 150 of 160, column 3 of 5
+# cure: x of Table is not finite in rows 3, 40, 90, 91 and 150 of 160 \(from 0\), column 3 of 5 \(from 0\)
 # cure: keep = \S*features\S*\.isfinite\(\)[^~]*\nor leave this batch out\n
 # step: 2
 import torch

@@ -3,7 +3,7 @@
 # tensor: \bx\b
 # step: 6
 # says: in __getitem__: def __getitem__\(self, i\):
-# says: not finite in row 3 of 16, column 1 of 3 \(values there reach 60,\d\d\d, and float16 ends
+# says: not finite in row 3 of 16 \(from 0\), column 1 of 3 \(from 0\) \(values there reach 60,\d\d\d, and float16 ends
 # never: leave this batch out
 import torch
 from torch import nn

@@ -2,7 +2,7 @@
 # expect: data mse_loss
 # tensor: \byb\b
 # cure: last wrote to it: \S+:16 in <module>: y\[::31, 1\] = float\("nan"\)
-# cure: tensors\[1\] of TensorDataset is not finite in 9 of 256 rows, column 1 of 2
+# cure: tensors\[1\] of TensorDataset is not finite in 9 of 256 rows, column 1 of 2 \(from 0\)
 # cure: keep = \S*yb\S*\.isfinite\(\).*, then inputs\[keep\] and targets\[keep\]
 # never: leave this batch out
 # step: 1

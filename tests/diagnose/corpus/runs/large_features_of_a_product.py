@@ -1,6 +1,6 @@
 # kind: 2
 # expect: growth
-# cure: ^standardise \S*x\S*, as by .* reaches 3,\d+ in column 2 of 4, .*\nor lower .* to \d.*e-07: at
+# cure: ^standardise \S*x\S*, as by .* reaches 3,\d+ in column 2 of 4 \(from 0\), .*\nor lower .* to \d.*e-07: at
 # never: clip
 import torch
 

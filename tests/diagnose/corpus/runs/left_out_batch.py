@@ -3,7 +3,7 @@
 # tensor: \bx\b
 # step: 14
 # never: the loss of step 14 was finite
-# says: not finite in row 9 of 32, column 2 of 6
+# says: not finite in row 9 of 32 \(from 0\), column 2 of 6 \(from 0\)
 # says: the script left this batch out
 # never: leave this batch out
 import torch

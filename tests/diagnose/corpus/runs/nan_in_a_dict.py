@@ -1,7 +1,7 @@
 # kind: 8
 # expect: data
 # tensor: price
-# says: rows 1 and 6 of 8
+# says: rows 1 and 6 of 8 \(from 0\)
 # step: 3
 import torch
 from torch import nn

@@ -2,7 +2,7 @@
 # expect: data
 # tensor: more
 # step: 6
-# says: not finite in row 9 of 32
+# says: not finite in row 9 of 32 \(from 0\)
 # says: it has made 1\.running_mean and 1\.running_var inf or NaN, also if its loss
 # says: the loss of this step is finite; the call: .*confidence = model\(more\)
 # never: step 14

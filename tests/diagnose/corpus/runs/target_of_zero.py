@@ -1,6 +1,6 @@
 # kind: 5
 # expect: maths log
-# says: it changes 1 of 32 values.*leave row 3 of 32 out
+# says: it changes 1 of 32 values.*leave row 3 of 32 \(from 0\) out
 import torch
 from torch import nn
 
