@@ -302,7 +302,7 @@ class _Changes:
 
 
 def named_rows(bad: Tensor) -> str:
-    """Return "row 3 of 32 (from 0)" for the rows of a mask that have a True; empty if all or none have."""
+    """Return "row 3 of 32 (from 0)" for the rows with a True; empty if all or none have one."""
     return _named(bad.reshape(len(bad), -1).any(1), "row") if bad.dim() else ""
 
 
