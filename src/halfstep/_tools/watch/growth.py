@@ -186,12 +186,11 @@ class Growth:
             if is_by_rate and rate <= begun:
                 continue
             rates = dict.fromkeys(map(number, (before.rate, rate)))
-            since, until = f" before step {before.step}", f" before step {step}"
-            if before.step == step:  # between two calls of its closure
-                since, until = "", f" in step {step}"
+            is_one = before.step == step  # between two calls of its closure
+            since = "" if is_one else f" before step {before.step}"
             event = (
                 f"the run diverges: the largest weight of {name} grew from {number(before.amax)}"
-                f"{since} to {number(amax)}{until}"
+                f"{since} to {number(amax)} {'in' if is_one else 'before'} step {step}"
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
