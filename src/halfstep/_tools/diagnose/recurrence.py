@@ -95,7 +95,7 @@ def of_recurrence(trial: CureTrial, call: UserCall | None) -> Cure | None:
         f"the results of {found.op}{where} grow {number(factor)}-fold from call to call in this "
         f"step: from {number(sizes[0])} to {number(sizes[-1])} in {len(sizes)} calls"
     )
-    cures = (each for each in _cures(trial, call, found) if each is not None)
+    cures = filter(None, _cures(trial, call, found))
     return next((each for each in cures if flaw_of(each, trial.usual) is Flaw.NONE), BOUND)
 
 

@@ -265,6 +265,9 @@ class CallLog:
             self._entries[entry.key] = entry
             call.results += ((entry, entry.version),)
         if made:
+            cast = made[0][1] if call.name in ("half", "to", "type") and not self._first else None
+            if cast is not None and cast.dtype is torch.float16 and cast.numel() and call.at:
+                self.halves.put(cast, Writes(call.at, _largest(arguments[0].tensor)))
             self._new.append(weakref.ref(call))
             if not call.has_grad and self._evaluated:
                 self._evaluated[-1].append(self._new[-1])

@@ -38,8 +38,6 @@ EXPLODED = 100.0
 """The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
 _WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
 """The numbers of steps before a bad one in which the loss may have grown, longest first."""
-
-
 OF_CRITIC = (
     "A critic, whose loss is a mean of its outputs, needs a limit: "
     "for p in critic.parameters(): p.data.clamp_(-0.1, 0.1) after each of its steps, spectral_norm "

@@ -101,7 +101,7 @@ LAST_WRITE = (
 )
 COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
 OVERFLOWED = (
-    "make it float32: the loop wrote finite values to it, up to {largest}, and float16 ends "
+    "make it float32: this line wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
 )
 LEFT_OUT = "the script left this batch out"
