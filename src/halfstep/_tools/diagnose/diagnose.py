@@ -332,8 +332,8 @@ def judge(
         if verdict == "range":
             return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
         may_grow = bad.is_overflow and bad.phase == "forward"
-        cure = of_recurrence(trial, call) if may_grow else None
-        return replace(judged, cure=cure or cure_search.of_maths(trial, blame, call))
+        grown = of_recurrence(trial, judged, call) if may_grow else None
+        return grown or replace(judged, cure=cure_search.of_maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
     return judged

@@ -53,7 +53,6 @@ MOST_CHECKED = 256
 MOST_COPIED = 2**28
 """The largest size in bytes of all tensors that are copied in a step before the loop overwrites
 them, and of those that are held since it wrote their values to others."""
-
 _GAP = "something computed a tensor in it that cannot be called again"
 _GAP_OF_COMPILED = (
     "a function that is compiled computed a tensor in it, which cannot be called again; "
