@@ -34,10 +34,9 @@ from halfstep._tools.watch.optimizers import (
     with_bad_state,
 )
 
-EXPLODED = 100.0
-"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
-_THROWN = 4.0
-"""That of a weight by which a step multiplies from call to call."""
+EXPLODED, _THROWN = 100.0, 4.0
+"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion,
+and that of a weight by which a step multiplies from call to call."""
 _WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
 """The numbers of steps before a bad one in which the loss may have grown, longest first."""
 OF_CRITIC = (

@@ -758,6 +758,7 @@ class Watch:
         self._went_bad |= dict.fromkeys(left, number)
         if left and found.tensor not in left:
             notes = (*notes, SPOILT.format(names=names_text(left)))
+            self._of_steps.add(number)
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
