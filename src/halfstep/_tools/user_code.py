@@ -301,7 +301,10 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
 
 
 def is_of_batch(tensor: Tensor) -> bool:
-    """Return whether a tensor is passed to a module or to a loss function of PyTorch."""
+    """Return whether a tensor is passed to a module or a loss of PyTorch, with rows as the input.
+
+    A weight of classes or a carried state has others.
+    """
     for frame in autograd.frames():
         is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
         if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
@@ -310,8 +313,10 @@ def is_of_batch(tensor: Tensor) -> bool:
             given = (frame.f_locals["args"], frame.f_locals["kwargs"])
         else:
             continue
-        if any(is_part_of(tensor, each) for each in tensors_in([given])):
-            return not isinstance(tensor, nn.Parameter)
+        tensors = [*tensors_in([given])]
+        part = next((each for each in tensors if is_part_of(tensor, each)), None)
+        if part is not None:
+            return part.shape[:1] == tensors[0].shape[:1] and not isinstance(tensor, nn.Parameter)
     return False
 
 

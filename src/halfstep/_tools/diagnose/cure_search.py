@@ -276,8 +276,6 @@ MOST_EDITS_TRIED = 8
 """The largest number of edits of one call that are tried."""
 MOST_REPLAYS = 64
 """The number of replays of a diagnosis after which no more edits are tried."""
-
-
 OF_PARAMETER = (
     "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
@@ -406,8 +404,6 @@ IN_LOGS = (
     "of a / b, and exp at the end; or make the exponent smaller, by a larger temperature"
 )
 LOOK = "check why what it reads is out of its range, where that is made"
-
-
 MOST_MAKERS = 3
 """The largest number of calls before the bad one whose results are clamped in turn."""
 
@@ -578,11 +574,9 @@ def _of_changes(changes: Sequence[Edited]) -> Cure:
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
     """Return a rule as the cure for an op that needs a wider dtype, without a replay."""
-    policies = (
-        _with_rules(preset("standard"), [rule]) for rule in _rules_for(blame.place, blame.op, model)
-    )
-    policy = next(filter(None, policies), None)
-    return None if policy is None else _of_policy(policy, None, is_finite=None)
+    rules = _rules_for(blame.place, blame.op, model)
+    policies = filter(None, (_with_rules(preset("standard"), [rule]) for rule in rules))
+    return next((_of_policy(each, None, is_finite=None) for each in policies), None)
 
 
 def power_below(scale: float) -> float:

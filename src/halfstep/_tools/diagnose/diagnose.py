@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -331,8 +332,8 @@ def judge(
         if verdict == "range":
             return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
         may_grow = bad.is_overflow and bad.phase == "forward"
-        cure = of_recurrence(trial, call) if may_grow else None
-        return replace(judged, cure=cure or cure_search.of_maths(trial, blame, call))
+        grown = of_recurrence(trial, judged, call) if may_grow else None
+        return grown or replace(judged, cure=cure_search.of_maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
     return judged
@@ -371,7 +372,13 @@ def judge_alone(
 
 def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "") -> Cure:
     """Return the cure for a tensor that was bad before the step; ``where`` names its entries."""
-    rows = WITHOUT_ROWS.format(str(tensor).partition(" in ")[0]) if "row" in where else ""
+    # A batch is taken from at least as many examples; a row per class is taken more than once.
+    has_rows = is_of_batch or (
+        bad.op == "index"
+        and all(math.prod(each.shape) <= bad.inputs[0].shape[0] for each in bad.inputs[1:])
+    )
+    name = str(tensor).partition(" in ")[0]
+    rows = WITHOUT_ROWS.format(name) if has_rows and "row" in where else ""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
     elif named := [operand for operand in bad.inputs if operand.name == tensor]:
@@ -386,6 +393,5 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "
         text = f"{rows}{'or ' * bool(rows)}{LEAVE_OUT}{together}\n{tensor} is not finite{where}"
     else:
         finding = f": before the step began it was not finite{where}"
-        rows = rows if bad.op == "index" else ""  # which takes a batch from it
         text = f"{rows}look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"
     return Cure("data", text)

@@ -22,12 +22,10 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Verdict = Literal["none", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
-
 A_NUMBER = "the number nan"
 """The text that stands for the tensor's name if a Python number is NaN."""
 BY_THE_OP_ALONE = "judged by the op alone"
 """The end of a note: no replay of the whole step in float32 was finite."""
-
 CureKind = Literal["policy", "scale", "dtype", "code", "data", "look"]
 
 

@@ -275,14 +275,12 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "add": (Edit((CALL,), _lower_limit), *_FINITE),
 }
 _ROWS = {name: edits for names, edits in _TABLE.items() for name in names.split()}
-
 IN_FLOAT32 = (
     Edit((NARROW,), _cast_to("")),
     Edit((NARROW, CALL), _cast_to("half")),
     Edit((NARROW, CALL), _cast_to("bfloat16")),
 )
 """Casts of lower-precision arguments, for calls that autocast does not control."""
-
 WITHOUT = Edit((OPERAND,), _is("{}"))
 """The edit that leaves out a call, such as a cast, and keeps what it is called on."""
 

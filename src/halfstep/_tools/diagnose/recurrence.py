@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import number
 from halfstep._tools.diagnose.cure_search import of_edit
-from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.edits import NORM
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.trials import CureTrial
@@ -76,11 +77,12 @@ def _is_square(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
 
 
-def of_recurrence(trial: CureTrial, call: UserCall | None) -> Cure | None:
-    """Return the cure of an op whose results grow from call to call, or None if there is none.
+def of_recurrence(trial: CureTrial, judged: Diagnosis, call: UserCall | None) -> Diagnosis | None:
+    """Return the diagnosis of an op whose results grow from call to call, or None if they do not.
 
-    It is another start of the weight that it multiplies by, or a norm of what it reads, if that
-    trains; else it says in words what to bound. A note says by how much they grow.
+    The cure is another start of the weight that it multiplies by, or a norm of what it reads, if
+    that trains; else it says in words what to bound. If steps made the weight large, they are the
+    cause. A note says by how much the results grow.
     """
     replayer, repeats = trial.replayer, _Repeats(trial.replayer.model)
     with replayer.run(Variant(scale=trial.scale), repeats):
@@ -95,8 +97,11 @@ def of_recurrence(trial: CureTrial, call: UserCall | None) -> Cure | None:
         f"the results of {found.op}{where} grow {number(factor)}-fold from call to call in this "
         f"step: from {number(sizes[0])} to {number(sizes[-1])} in {len(sizes)} calls"
     )
-    cures = (each for each in _cures(trial, call, found) if each is not None)
-    return next((each for each in cures if flaw_of(each, trial.usual) is Flaw.NONE), BOUND)
+    if found.weight and (thrown := trial.usual.explain(judged, only=found.weight[1])):
+        return thrown
+    cures = filter(None, _cures(trial, call, found))
+    cure = next((each for each in cures if flaw_of(each, trial.usual) is Flaw.NONE), BOUND)
+    return replace(judged, cure=cure)
 
 
 def _cures(trial: CureTrial, call: UserCall | None, found: _Calls) -> Iterator[Cure | None]:

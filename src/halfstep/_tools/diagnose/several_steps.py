@@ -28,7 +28,6 @@ from halfstep._tools.replay.replay import StepRun
 Change = Callable[[], AbstractContextManager[object]]
 """A function that returns a context in which the user's code is changed."""
 Step = Callable[[], object]
-
 MOST_STEPS = 20
 """The largest number of steps."""
 LARGEST = 2**31
@@ -57,7 +56,7 @@ class Usual:
     max_norm: float | None = None  # to which the run clips gradients
     step: Step | None = None  # repeats the calls of the step before
     # Returns the diagnosis of a step in another way, as of weights that grew, or None.
-    explain: Callable[[Diagnosis], Diagnosis | None] = lambda _: None
+    explain: Callable[..., Diagnosis | None] = lambda _, **__: None
 
     def is_like(self, loss: float) -> bool:
         """Return whether a loss is like those of the run, as far as is known."""

@@ -53,7 +53,6 @@ MOST_CHECKED = 256
 MOST_COPIED = 2**28
 """The largest size in bytes of all tensors that are copied in a step before the loop overwrites
 them, and of those that are held since it wrote their values to others."""
-
 _GAP = "something computed a tensor in it that cannot be called again"
 _GAP_OF_COMPILED = (
     "a function that is compiled computed a tensor in it, which cannot be called again; "
@@ -265,6 +264,9 @@ class CallLog:
             self._entries[entry.key] = entry
             call.results += ((entry, entry.version),)
         if made:
+            cast = made[0][1] if call.name in ("half", "to", "type") and not self._first else None
+            if cast is not None and cast.dtype is torch.float16 and cast.numel() and call.at:
+                self.halves.put(cast, Writes(call.at, _largest(arguments[0].tensor)))
             self._new.append(weakref.ref(call))
             if not call.has_grad and self._evaluated:
                 self._evaluated[-1].append(self._new[-1])

@@ -34,12 +34,11 @@ from halfstep._tools.watch.optimizers import (
     with_bad_state,
 )
 
-EXPLODED = 100.0
-"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
+EXPLODED, _THROWN = 100.0, 4.0
+"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion,
+and that of a weight by which a step multiplies from call to call."""
 _WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
 """The numbers of steps before a bad one in which the loss may have grown, longest first."""
-
-
 OF_CRITIC = (
     "A critic, whose loss is a mean of its outputs, needs a limit: "
     "for p in critic.parameters(): p.data.clamp_(-0.1, 0.1) after each of its steps, spectral_norm "
@@ -138,17 +137,22 @@ class Growth:
         return None
 
     def explain(
-        self, found: Diagnosis, step: int, calls: Sequence[KeptCall] = ()
+        self,
+        found: Diagnosis,
+        step: int,
+        calls: Sequence[KeptCall] = (),
+        only: Tensor | None = None,
     ) -> Diagnosis | None:
         """Return the diagnosis of a step whose weights have exploded or whose loss grew, or None.
 
-        A clamp hides that, and a wider dtype delays it. Sync: one for each optimizer.
+        A clamp hides that, and a wider dtype delays it. ``only`` is a weight that the step
+        multiplies by from call to call, where less growth is enough. Sync: one for each optimizer.
         """
         by_losses = self._by_losses(found, calls)
-        needed = EXPLODED if by_losses is None else EXPLODED / 10
+        needed = _THROWN if only is not None else EXPLODED / (1 if by_losses is None else 10)
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
-        explained = self._by_weights(found, step, calls, needed, is_by_rate) or by_losses
+        explained = self._by_weights(found, step, calls, needed, is_by_rate, only) or by_losses
         if explained and by_losses and explained is not by_losses:
             both = f"{by_losses.happened}; {explained.happened.partition(': ')[2]}"
             explained = replace(explained, happened=both)
@@ -162,8 +166,7 @@ class Growth:
 
     def hints(self, calls: Sequence[KeptCall], *, is_overflow: bool = True) -> list[str]:
         """Return what may have made a value too large, besides the op that overflowed. Sync."""
-        found = [self._of_collapse(calls), of_inputs(calls) if is_overflow else ""]
-        return [each for each in found if each]
+        return [*filter(None, [self._of_collapse(calls), of_inputs(calls) if is_overflow else ""])]
 
     def _by_weights(
         self,
@@ -172,13 +175,17 @@ class Growth:
         calls: Sequence[KeptCall],
         needed: float,
         is_by_rate: bool,
+        only: Tensor | None,
     ) -> Diagnosis | None:
         """Return the growth of weights, only by a rate that was raised if ``is_by_rate``."""
         for optimizer, measured in self._measured.items():
             amax, name = _largest(parameters(optimizer)), type(optimizer).__name__
+            least = (
+                amax if only is None else _largest([w for w in parameters(optimizer) if w is only])
+            )
             for back, before in enumerate(reversed(measured), start=1):
                 base = max(before.amax, 1.0)
-                if amax > needed**back * base:
+                if least > needed**back * base:
                     break
             else:
                 continue
@@ -208,6 +215,7 @@ class Growth:
             elif not text:
                 to = [each for each in measured if each.step <= before.step]
                 growths = [*starmap(_growth, pairwise([*to, _Measured(step, amax, rate)]))]
+                growths = growths if only is None else [1.0]  # no parabola has such a loss
                 hints = self.hints(calls)
                 if not any(OF_CRITIC in hint for hint in hints):
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
@@ -284,9 +292,7 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 def _largest(weights: list[Tensor]) -> float:
     """Return the largest finite magnitude on this rank; 0 if it is unknown."""
     with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
-        parts = [distributed.local_part(weight.detach()) for weight in weights]
-        sizes = [
-            part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts if part.numel()
-        ]
+        parts = [p for w in weights if (p := distributed.local_part(w.detach())).numel()]
+        sizes = [part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts]
         return float(torch.stack(sizes).amax()) if sizes else 0.0
     return 0.0

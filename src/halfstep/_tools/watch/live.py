@@ -23,7 +23,6 @@ from halfstep._tools.replay.undo import UndoLog
 from halfstep.events import observe_ops
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
-
 MOST_LIVE = 5
 """The largest number of steps that are traced live after one that cannot be replayed."""
 SEE_MORE = (

@@ -66,12 +66,10 @@ def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
     for group in _groups(optimizer):
         for name in _SETTINGS.intersection(group):
             value = group[name]
-            values: Iterable[Any] = value if isinstance(value, tuple) else (value,)
-            for each in values:
-                if isinstance(each, Tensor) and each.device.type == "cpu" and each.numel() == 1:
+            for each in value if isinstance(value, tuple) else (value,):
+                on_cpu = isinstance(each, Tensor) and each.device.type == "cpu"
+                if isinstance(each, float) or (on_cpu and each.numel() == 1):
                     yield name, float(each)
-                elif isinstance(each, float):
-                    yield name, each
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:

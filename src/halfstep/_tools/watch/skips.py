@@ -18,7 +18,6 @@ ENDLESS = 5
 """The number of skipped iterations at the end from which on skips count as unending."""
 MANY = 0.1
 """The share of skipped steps from which on they slow down learning."""
-
 Search = Literal["start", "growth", "fall"]
 
 

@@ -90,7 +90,6 @@ WENT_BAD_LATE = (
     "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
     "ranks, and its clipping"
 )
-
 SPOILT = (
     "it has made {names} inf or NaN, also if its loss is left out; unless a scaler or guard "
     "restores them, evaluations are bad: check the batch first, and call reset_running_stats()"
@@ -101,12 +100,11 @@ LAST_WRITE = (
 )
 COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
 OVERFLOWED = (
-    "make it float32: the loop wrote finite values to it, up to {largest}, and float16 ends "
+    "make it float32: this line wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
 )
 LEFT_OUT = "the script left this batch out"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
-
 MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
 MOST_TRIED = 10
@@ -505,9 +503,8 @@ class Watch:
         if taken is None or self._is_spoiled or self._running.is_bad:
             return False
         optimizer, step = taken.optimizer, taken.number
-        model = self._model or self._last_model
-        if model is None:
-            model = self._model_of(needed_for(self._capture.ends or self._running.ends_before))
+        ends = self._capture.ends or self._running.ends_before
+        model = self._model or self._last_model or self._model_of(needed_for(ends))
         named = [] if model is None else model.named_buffers()
         buffers = [each for name, each in named if without_wrappers(name) not in self._went_bad]
         if have_finite_values([*parameters(optimizer), *buffers]):
@@ -761,6 +758,7 @@ class Watch:
         self._went_bad |= dict.fromkeys(left, number)
         if left and found.tensor not in left:
             notes = (*notes, SPOILT.format(names=names_text(left)))
+            self._of_steps.add(number)
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))

@@ -2,7 +2,8 @@
 # expect: data
 # tensor: \bx\b
 # step: 6
-# last: 1\.running_mean.* step 6
+# says: it has made 1\.running_mean and 1\.running_var inf or NaN
+# never: went bad in step
 import torch
 from torch import nn
 
