@@ -58,6 +58,7 @@ def test_inside_of_a_package_the_line_is_the_last_of_the_user(tmp_path: Path) ->
     assert "\n> result = self.base_layer(x" in judged.explanation
 
 
+UNTRIED = "this call runs (the rest of the line was not tried)"
 ORIGINS = {
     "the later of two": ("h = x\nh = h.half()\nmodel(h)", "h = h.half()"),
     "one of two branches": (
@@ -103,13 +104,24 @@ def test_a_tensor_that_the_traceback_does_not_show(tmp_path: Path) -> None:
     assert "\nmodel(half.to(torch.float32))" in str(found).replace("\n  ", "\n")
 
 
-def test_a_change_after_which_a_later_line_fails(tmp_path: Path) -> None:
-    source = (
-        "model, data = nn.Linear(4, 4), nn.Module()\n"
-        "data.x = half\n" + "h = model(data.x)\n" * 6 + "h = model(half @ half.T.float())\n"
-    )
+@pytest.mark.parametrize(
+    ("lines", "ran"),
+    [
+        (
+            "h = model(data.x)\n" * 6 + "h = model(half @ half.T.float())",
+            "it runs (then line 15 fails)",
+        ),
+        ("h = model(data.x), half @ unknown(half).T.float()", UNTRIED),
+        ("h = [model(data.x), *map(model, [half])]", UNTRIED),
+        ("h = model(data.x)\ng = unknown(h)", "it runs (line 15 was not tried)"),
+        ("h = model(data.x)\nprint(unknown(h))", "it runs"),
+    ],
+)
+def test_what_has_run_with_a_change(lines: str, ran: str, tmp_path: Path) -> None:
+    begin = "from functools import partial\nmodel, data = nn.Linear(4, 4), nn.Module()\n"
+    source = f"{begin}unknown = partial(torch.mul, 2)\ndata.x = half\n{lines}"
     found = explain(failing(source, tmp_path / "train.py"))
-    assert "tried, and it runs (then line 13 fails), in place of train.py:12:\n" in str(found)
+    assert f"tried, and {ran}, in place of train.py:14:\n" in str(found)
 
 
 def test_nothing_is_tried_with_other_tensors_than_those_that_failed(tmp_path: Path) -> None:

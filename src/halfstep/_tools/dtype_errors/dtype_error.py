@@ -66,13 +66,12 @@ class TriedEdits:
     """Edits of the user's code with which the failing call runs."""
 
     edits: tuple[LineEdit, ...]
-    then: str  # the line that fails with them; empty if none is known
+    ran: str  # what of the code has run with them
 
     def __str__(self) -> str:
         where = " and ".join(f"{Path(edit.file).name}:{edit.first}" for edit in self.edits)
-        then = f" (then {self.then} fails)" if self.then else ""
         lines = (indent(dedent(edit.text), "  ") for edit in self.edits)
-        return "\n".join([f"tried, and it runs{then}, in place of {where}:", *lines])
+        return "\n".join([f"tried, and {self.ran}, in place of {where}:", *lines])
 
 
 @dataclass(frozen=True)
@@ -166,10 +165,9 @@ def _explained(error: BaseException) -> DtypeError | None:
             tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
     cures = ordered(tried, calls, user, made or own)
     files = [call.place.code.co_filename for call in users if not call.is_of_package]
-    lines = [TriedEdits(edited_lines(edits, files), then) for edits, then in cures]
-    where, text = _told(own)
+    lines = [TriedEdits(edited_lines(edits, files), ran) for edits, ran in cures]
     inside = () if own is user else _told(user)
-    return DtypeError(where, text, operands, notes, tuple(c for c in lines if c.edits), inside)
+    return DtypeError(*_told(own), operands, notes, tuple(c for c in lines if c.edits), inside)
 
 
 def _is_one_dtype(found: list[Named]) -> bool:
@@ -199,12 +197,8 @@ def _operand(
 
     ``line`` is the last line outside of packages.
     """
-    tensors = (
-        (tensor, call)
-        for call in (line, users[-1])
-        for tensor in call.tensors(with_integers=with_integers)
-    )
-    same = [(each, call) for each, call in tensors if _is_it(each, named.tensor)]
+    given = [(t, of) for of in (line, users[-1]) for t in of.tensors(with_integers=with_integers)]
+    same = [(each, of) for each, of in given if _is_it(each, named.tensor)]
     same.sort(key=lambda each: each[0].tensor.shape != named.tensor.shape)  # not ``h`` for ``h.T``
     own, of = next(iter(same), (None, users[-1]))
     known = own or named
@@ -223,9 +217,8 @@ def _is_it(known: Named, tensor: Tensor) -> bool:
     """Return whether PyTorch has been given a known tensor, perhaps in another shape."""
     if known.tensor is tensor:
         return True
-    if tensor.layout is not torch.strided or known.tensor.layout is not torch.strided:
-        return False
-    if known.tensor.dtype is not tensor.dtype or known.tensor.numel() != tensor.numel():
+    kinds = {(each.layout, each.dtype, each.numel()) for each in (tensor, known.tensor)}
+    if len(kinds) > 1 or tensor.layout is not torch.strided:
         return False
     other = known.tensor.reshape(tensor.shape)
     is_result = isinstance(known.node, _RESULTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import math
 import re
 import textwrap
 import threading
@@ -72,22 +73,18 @@ WANTED = {
 }
 """What a message says of the dtype of one operand: labels or an index, a mask, other values."""
 ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
-_BUILTINS = (len, range, enumerate, zip, isinstance, int, float, tuple, list, min, max, sum, dict)
+_BUILTINS: tuple[Any, ...] = (len, range, enumerate, zip, reversed, sorted, sum, min, max, all, any)
+_BUILTINS += (abs, divmod, pow, round, bool, int, float, str, tuple, list, dict, isinstance, type)
+_OPERATIONS = (ast.Compare, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 _READ = (nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers)
-_PURE = (
-    "torch.ops.quantized",
-    "torch.functional",
-    "torch.nn.functional",
-    "torch.sparse",
-    "torch.distributions",
-)
+_PURE: tuple[str, ...] = ("torch.ops.quantized", "torch.functional", "torch.nn.functional")
+_PURE += ("torch.sparse", "torch.distributions")
 
 
 def is_about_dtypes(error: BaseException) -> bool:
     """Return whether an error of PyTorch is about dtypes."""
-    return isinstance(error, ERRORS) and (
-        ABOUT_DTYPES.search(str(error)) is not None or wanted_by(error) is not None
-    )
+    is_said = ABOUT_DTYPES.search(str(error)) or wanted_by(error)
+    return isinstance(error, ERRORS) and is_said is not None
 
 
 def wanted_by(error: BaseException) -> torch.dtype | None:
@@ -177,7 +174,7 @@ class Call:
                 return slice(*(part and self.value(part) for part in (lower, upper, step)))
             case ast.IfExp(test=test, body=body, orelse=other):
                 return self.value(body if self.value(test) else other)
-            case ast.Compare() | ast.UnaryOp() | ast.BinOp() | ast.Tuple() | ast.List():
+            case ast.expr() if isinstance(node, _OPERATIONS):
                 parts, code = _operation(node)
                 return eval(code, {f"_{n}": self.value(part) for n, part in enumerate(parts)})
             case ast.Call(func=func):
@@ -269,7 +266,8 @@ def has_no_effects(function: Any) -> bool:
     if isinstance(function, nn.Module):
         return modules.can_be_called_again(function)
     is_context = isinstance(function, type) and issubclass(function, CONTEXTS)
-    if is_context or function in (torch.finfo, torch.autograd.grad, *_BUILTINS):
+    known = (torch.finfo, torch.autograd.grad, *_BUILTINS, *vars(math).values())
+    if is_context or function in known or type(function).__name__ == "ufunc":  # of NumPy
         return True
     if getattr(function, "__name__", "_").endswith("_"):
         return False
@@ -310,10 +308,8 @@ def member_of(tensor: Tensor, calls: list[Call]) -> tuple[str, str]:
     """Return the name of a parameter or buffer in the outermost module of the calls, and which."""
     owners = (value for call in calls for value in call.local.values())
     for owner in (value for value in owners if isinstance(value, nn.Module)):
-        for kind, members in (
-            ("parameter", owner.named_parameters()),
-            ("buffer", owner.named_buffers()),
-        ):
+        kinds = {"parameter": owner.named_parameters(), "buffer": owner.named_buffers()}
+        for kind, members in kinds.items():
             for name, member in members:
                 if is_same_view(tensor, member):
                     return f"{name} of {type(owner).__name__}", kind

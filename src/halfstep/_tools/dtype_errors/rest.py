@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
@@ -43,17 +42,16 @@ from halfstep._tools.dtype_errors.failing_call import (
     is_about_integers,
     wanted_by,
 )
-from halfstep._tools.user_code import FUNCTIONS, Place, is_users
+from halfstep._tools.user_code import FUNCTIONS, Place, is_of_package, is_users
 
-_LEFT = 4
-"""The most turns of a loop that are evaluated after the failing one; one of a training loop."""
-_SECONDS = 10.0
-"""The time after which nothing more is evaluated."""
+_LEFT = 4  # turns of a loop at most after the failing one; one of a training loop
+_SECONDS = 10.0  # after which nothing more is evaluated
 _OF_LOOPS: tuple[Any, ...] = (list, tuple, dict, range, enumerate, zip, Tensor, nn.ModuleList)
 _OF_LOOPS += (nn.Sequential, type({}.items()), type({}.values()), type({}.keys()))
 _OF_LISTS = ("append", "extend", "insert", "pop")
 _OF_CTX = ("save_for_backward", "mark_non_differentiable", "set_materialize_grads")
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_WITHOUT_TENSORS = (ast.Pass, ast.Assert, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _UNKNOWN = object()
 
 
@@ -80,6 +78,7 @@ class _Run:
     edits: Edits
     until: float
     attributes: dict[tuple[int, str], Any] = field(default_factory=dict)  # set since, by object
+    untried: list[tuple[str, ast.stmt]] = field(default_factory=list)  # with their files
     made: dict[Any, Call] = field(default_factory=dict)  # what made the result of a graph's node
 
 
@@ -118,6 +117,8 @@ class _Frame(Call):
                     inner._assign(loop.target, each)
                     parts.append(inner.value(part))
                 return parts
+            case ast.DictComp(key, part, loops):
+                return dict(self._value(ast.ListComp(ast.Tuple([key, part], ast.Load()), loops)))
             case ast.Attribute(value=of, attr=name):
                 owner = self.value(of)
                 known = getattr(owner, name, _UNKNOWN)
@@ -141,8 +142,8 @@ class _Frame(Call):
             with suppress(LookupError):  # a result of a call
                 self._assign(node.func.value, copied)
             return result
-        is_read = isinstance(of, dict) and name in ("items", "values", "keys", "get")
-        if is_read or name in _OF_CTX or self.can_call(node, function):
+        reads = isinstance(of, dict | nn.ModuleDict) and name in ("items", "values", "keys", "get")
+        if reads or name in _OF_CTX or self.can_call(node, function):
             return called(function, args, named)
         if function is checkpoint:
             function, *args = args
@@ -197,11 +198,9 @@ class _Frame(Call):
                 try:
                     returned = self._done_or_forgotten(each)
                 except (*ERRORS, _Fails) as error:
-                    failure = (
-                        error if isinstance(error, _Fails) else _Fails(self.at(statement), error)
-                    )
-                    failure.statement = failure.statement or statement
-                    raise failure from error
+                    end = error if isinstance(error, _Fails) else _Fails(self.at(statement), error)
+                    end.statement = end.statement or statement
+                    raise end from error
                 if returned is not None:
                     return returned
         return None
@@ -229,6 +228,8 @@ class _Frame(Call):
         except Exception as error:
             if _is_raised(error):
                 raise
+        if hasattr(statement, "lineno"):  # or else it was made here, of others
+            self.all.untried.append((self.place.code.co_filename, statement))
         nodes = [*ast.walk(statement)][1:]
         is_loop = isinstance(statement, (ast.For, ast.While))
         jumps = ast.Return if is_loop else (ast.Return, ast.Continue, ast.Break)
@@ -237,8 +238,7 @@ class _Frame(Call):
         if not any(isinstance(each, ast.stmt) for each in nodes):
             self._parts(statement)
         names = (each for each in nodes if isinstance(each, ast.Name))
-        stored = (each.id for each in names if isinstance(each.ctx, ast.Store))
-        self.local.update(dict.fromkeys(stored, _UNKNOWN))
+        self.local.update({n.id: _UNKNOWN for n in names if isinstance(n.ctx, ast.Store)})
         return (_UNKNOWN,) if isinstance(statement, ast.Return) else None
 
     def _parts(self, node: ast.AST) -> None:
@@ -290,9 +290,7 @@ class _Frame(Call):
                     return self.run(body)
             case ast.Expr(value=value):
                 self.value(value)
-            case ast.Pass() | ast.Assert() | ast.FunctionDef() | ast.ClassDef() | ast.Import():
-                pass
-            case _:
+            case _ if not isinstance(statement, _WITHOUT_TENSORS):
                 raise LookupError(statement)
         return None
 
@@ -356,33 +354,31 @@ def _is_raised(error: Exception) -> bool:
     return isinstance(error, (_Fails, _Jump, TimeoutError)) or is_about_dtypes(error)
 
 
-def _failure(calls: list[Call], number: int, until: float, edits: Edits) -> _Fails | None:
+def _failure(calls: list[Call], number: int, run: _Run) -> _Fails | None:
     """Evaluate the rest of a frame, and what it calls; return where it fails, if it does.
 
     It ends at code that cannot be evaluated. If a backward pass fails, the forward pass before it
     is evaluated again.
     """
-    call, run = calls[number], _Run(edits, until)
+    call = calls[number]
     frame = _Frame(call.place, {**call.local}, call.node, run)
     outer = [_Frame(each.place, each.local, each.other, run) for each in calls[:number]]
-    tensors = [value for value in call.local.values() if isinstance(value, Tensor)]
-    is_inference = any(tensor.is_inference() for tensor in tensors)
+    is_inference = any(isinstance(v, Tensor) and v.is_inference() for v in call.local.values())
     is_whole = any(each.place.code is autograd.ENGINE_CODE for each in calls[number:])
     try:
         for at, statement, is_before in frame.rest(is_whole=is_whole):
-            with (
-                torch.inference_mode(is_inference),
-                torch.set_grad_enabled(not is_inference),
-                ExitStack() as stack,
-            ):
+            with torch.inference_mode(is_inference), ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(not is_inference))
                 for context in contexts_of([*outer, frame.at(at)]):
                     if context.is_here:
                         stack.enter_context(context.context)
-                before = {**frame.local} if is_before else {}
+                before, known = {**frame.local} if is_before else {}, len(run.untried)
                 if frame.run([statement]) is not None:
                     return None
                 unknown = {name for name, value in frame.local.items() if value is _UNKNOWN}
                 frame.local.update((name, before[name]) for name in unknown & before.keys())
+                if is_before or at is not statement:  # it has run, or only another turn is unknown
+                    del run.untried[known:]
     except _Fails as failure:
         return failure
     except TimeoutError:
@@ -433,17 +429,21 @@ def statement_of(call: Call) -> ast.stmt | None:
 def ordered(
     cures: list[Edits], calls: list[Call], user: Call, line: Call
 ) -> list[tuple[Edits, str]]:
-    """Return cures with which the rest of a run does not fail; if there is none, where they do.
+    """Return cures with which the rest of a run does not fail, or else all, and what runs then.
 
     The run is evaluated, as far as it can be, from the outermost call on that fails as it did. A
     cure after which a later line fails is completed: by casts before the line or there, or by a
     context around an outer call.
     """
-    until, unknown = time.monotonic() + _SECONDS, [(cure, "") for cure in cures]
+    until, tried = time.monotonic() + _SECONDS, list[_Run]()
     first, _ = next(_same_failures(calls, user, until), (None, None))
     if first is None:
-        return unknown
-    fails = partial(_failure, calls, first, until)
+        return [(cure, _ran(None, user, line)) for cure in cures]
+
+    def fails(edits: Edits) -> _Fails | None:
+        tried.append(_Run(edits, until))
+        return _failure(calls, first, tried[-1])
+
     texts = {text for cure in cures for text in cure.values()}
     dtypes = {torch.float32, *(each.tensor.dtype for each in user.tensors())}
     dtypes |= {each for each in (torch.float16, torch.bfloat16) if cast_to(each) in texts}
@@ -456,7 +456,8 @@ def ordered(
             if is_out or (failure := fails(cure)) is None:  # its function has been called before
                 good.append(cure)
                 continue
-            failing.append((cure, f"line {failure.statement.lineno}"))
+            what = "this call" if statement_of(failure.call) is statement_of(line) else "it"
+            failing.append((cure, f"{what} runs (then line {failure.statement.lineno} fails)"))
             better = next((each for each in _wider(cure, line, outer) if not fails(each)), None)
             if better is None and all(isinstance(node, ast.expr) for node in cure):
                 better = _completed(cure, failure, fails, dtypes)
@@ -464,13 +465,27 @@ def ordered(
         for theirs in [context for context in torchs if context.is_here][-1:]:
             ours = {theirs.function: "halfstep.autocast"}
             good += [] if theirs.function is None or fails(ours) else [ours]
-    return [(edits, "") for edits in good] or failing or unknown
+    by_edits = {id(run.edits): run for run in tried}
+    ran = [(edits, _ran(by_edits.get(id(edits)), user, line)) for edits in good]
+    return ran or failing or [(cure, _ran(None, user, line)) for cure in cures]
+
+
+def _ran(run: _Run | None, user: Call, line: Call) -> str:
+    """Return what has run with a cure, and which line after it has not; None: only the call has."""
+    statement, untried = statement_of(line), [] if run is None else run.untried
+    at = (line.place.code.co_filename, getattr(statement, "lineno", 0))  # of a copy, if edited
+    is_whole = user is line and line.node in (statement, getattr(statement, "value", None))
+    if at in {(file, n.lineno) for file, n in untried} or not (run or is_whole):
+        return "this call runs (the rest of the line was not tried)"
+    # Those that only report, or end the step, have no part in the tensors.
+    own = (n for file, n in untried if not is_of_package(file))
+    matter = (n for n in own if not isinstance(n, ast.Expr) or _is_backward(n.value))
+    return next((f"it runs (line {each.lineno} was not tried)" for each in matter), "it runs")
 
 
 def differentiated(calls: list[Call], user: Call) -> Call | None:
     """Return the call that made what a failing backward pass cannot differentiate."""
-    failures = _same_failures(calls, user, time.monotonic() + _SECONDS)
-    made = (failure.call for _, failure in failures)
+    made = (each.call for _, each in _same_failures(calls, user, time.monotonic() + _SECONDS))
     return next((call for call in made if not _is_backward(call.node)), None)
 
 
@@ -479,7 +494,7 @@ def _same_failures(calls: list[Call], user: Call, until: float) -> Iterator[tupl
     failing = calls[: calls.index(user) + 1]
     with suppress(TimeoutError):
         for number in (n for n, call in enumerate(failing) if call.is_users):
-            failure = _failure(calls, number, until, {})
+            failure = _failure(calls, number, _Run({}, until))
             if failure and failure.statement in map(statement_of, failing[number:]):
                 yield number, failure
 
@@ -516,8 +531,7 @@ def _completed(
     dtypes = dtypes if failure.wanted is None else {failure.wanted}
     by_use = sorted(dtypes, key=lambda dtype: (cast_to(dtype) not in edits.values(), str(dtype)))
     for casts in _casts(failure, by_use):
-        both = {**edits, **casts}
-        after = fails(both)
+        after = fails(both := {**edits, **casts})
         if after is None:
             return both
         is_elsewhere = after.call.node is not failure.call.node
