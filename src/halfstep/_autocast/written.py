@@ -111,9 +111,9 @@ def parse(text: str) -> tuple[str, list[Rule]]:
     """
     preset, *parts = _parts(text) or [""]
     if preset not in PRESETS:
-        near = did_you_mean(preset, PRESETS)
-        if ":" in preset:
-            near = suggestion([f"standard; {preset}"])
+        near = (
+            suggestion([f"standard; {preset}"]) if ":" in preset else did_you_mean(preset, PRESETS)
+        )
         raise ValueError(
             f"a policy must start with a preset ({', '.join(PRESETS)}); got {preset!r}{near}"
         )

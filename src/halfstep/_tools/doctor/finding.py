@@ -51,18 +51,13 @@ class Finding:
         """The part of the docs that explains it, on the site a section of the page on doctor."""
         return f"docs/doctor.toml [{self.id}]"
 
-    @property
-    def place(self) -> str:
-        """File and line."""
-        return f"{self.file}:{self.line}"
-
     def to_json(self) -> dict[str, Any]:
         """Return plain values, including severity and docs."""
         own = asdict(self) | {"names": list(self.names)}
         return {**own, "severity": self.severity, "docs": self.docs}
 
     def __str__(self) -> str:
-        lines = [f"{self.severity}: {self.place}: {one_line(self.text)} [{self.id}]"]
+        lines = [f"{self.severity}: {self.file}:{self.line}: {one_line(self.text)} [{self.id}]"]
         lines.append(f"    cure: {one_line(self.cure)}")
         lines += [f"        {one_line(line)}" for line in self.code.splitlines()]
         return "\n".join(lines)
