@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -229,8 +229,7 @@ def _duration(run: Callable[[], object], device: str) -> float:
 @contextmanager
 def _fp32_precision(precision: str) -> Iterator[None]:
     """Set the precision of fp32 on CUDA inside the block."""
-    backends: Any = torch.backends  # its attributes are made on access
-    matmul, conv = backends.cuda.matmul, backends.cudnn.conv
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = matmul.fp32_precision, conv.fp32_precision
     matmul.fp32_precision = conv.fp32_precision = precision
     try:

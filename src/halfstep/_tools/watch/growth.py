@@ -193,11 +193,10 @@ class Growth:
             if is_by_rate and rate <= begun:
                 continue
             rates = dict.fromkeys(map(number, (before.rate, rate)))
-            is_one = before.step == step  # between two calls of its closure
-            since = "" if is_one else f" before step {before.step}"
+            since = f" before step {before.step}" if before.step < step else ""  # of a closure
             event = (
                 f"the run diverges: the largest weight of {name} grew from {number(before.amax)}"
-                f"{since} to {number(amax)} {'in' if is_one else 'before'} step {step}"
+                f"{since} to {number(amax)} {'before' if since else 'in'} step {step}"
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
