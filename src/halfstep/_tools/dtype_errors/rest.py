@@ -471,7 +471,7 @@ def ordered(
 
 
 def _ran(run: _Run | None, user: Call, line: Call) -> str:
-    """Return what has run with a cure, and which line after it has not; None: only the call has."""
+    """Return what ran with a cure, and which later line was not tried; None: only the call ran."""
     statement, untried = statement_of(line), [] if run is None else run.untried
     at = (line.place.code.co_filename, getattr(statement, "lineno", 0))  # of a copy, if edited
     is_whole = user is line and line.node in (statement, getattr(statement, "value", None))

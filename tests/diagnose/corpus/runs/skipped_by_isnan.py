@@ -1,7 +1,7 @@
 # kind: 6
 # expect: maths log
 # step: 9
-# last: in step 9
+# says: it has made 1.running_mean and 1.running_var inf or NaN
 # never: the loss of step
 import torch
 from torch import nn

@@ -1,7 +1,7 @@
 # kind: what a loss is given besides a batch, a weight for each class, is bad
 # expect: data
 # tensor: \bweight\b
-# cure: ^look where weight .* it was not finite in column 2 of 4$
+# cure: ^look where weight .* it was not finite in column 2 of 4 \(from 0\)$
 # never: keep =|this batch
 # step: 1
 import numpy as np
