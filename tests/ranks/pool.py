@@ -161,8 +161,8 @@ class _Rank:
             answer: worker.Done | worker.Failure = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
-            text = f"the process died with exit code {self.process.exitcode}"
-            return worker.Failure(text, None, time.monotonic())
+            text = f"the process died with exit code {self.process.exitcode}\n{self._stack.read()}"
+            return worker.Failure(text.strip(), None, time.monotonic())
         return answer
 
     def where(self) -> str:

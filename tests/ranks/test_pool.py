@@ -50,7 +50,7 @@ def leave_alone(rank: int) -> tuple[str, str]:
 
 def die_or_wait(rank: int) -> None:
     if rank == 1:
-        os._exit(3)
+        os.abort()
     threading.Event().wait()
 
 
@@ -102,11 +102,11 @@ def test_a_collective_gives_up_in_time(pool: Pool) -> None:
 def test_a_rank_that_dies_is_told_and_one_that_waits_for_ever_is_killed(pool, monkeypatch):
     monkeypatch.setattr(pools, "GRACE", 0.5)
     with pytest.raises(
-        RankFailedError, match="rank 1: the process died with exit code 3"
+        RankFailedError, match="rank 1: the process died with exit code -6"
     ) as caught:
         pool.run(die_or_wait)
     assert "rank 0: no answer" in str(caught.value)
-    assert "in die_or_wait" in str(caught.value)  # where it stood
+    assert str(caught.value).count("in die_or_wait") == 2  # where they stood
     assert caught.value.__cause__ is None
     assert pool.run(add_up, 0)[1][2] == 1.0
 

@@ -59,6 +59,7 @@ def serve(connection: Connection[Any, Any], rank: int, num_ranks: int, stack: st
     connection.send_bytes(b"ready")
     with open(stack, "w") as file:
         faulthandler.register(TELL_STACK, file=file)
+        faulthandler.enable(file)  # and after a crash of the interpreter
         while True:
             try:
                 message = connection.recv_bytes()
