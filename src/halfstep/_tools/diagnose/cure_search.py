@@ -23,6 +23,8 @@ from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
+from halfstep._tools.diagnose.changes import Change as Edited
+from halfstep._tools.diagnose.changes import edited_lines, in_words
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
@@ -37,8 +39,6 @@ from halfstep._tools.diagnose.edits import (
     row_name,
 )
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
-from halfstep._tools.diagnose.source import Change as Edited
-from halfstep._tools.diagnose.source import edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial, Maker
 from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modes
+from halfstep._tools.diagnose.changes import Placed, Rewrite, Slot, parameters_of
 from halfstep._tools.diagnose.edits import row_name, writes_to_first
-from halfstep._tools.diagnose.source import Filled, Placed, Rewrite, Slot, parameters_of
 from halfstep._tools.diagnose.user_calls import UserCall
+from halfstep._tools.source import Filled
 from halfstep._tools.user_code import torch_modules, user_place, user_spot
 
 # --- rules ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.numbers import things
 from halfstep._pytorch import autograd, modes
+from halfstep._tools.diagnose.changes import Placed, Slot, parameters_of
 from halfstep._tools.diagnose.edits import (
     CALL,
     OPERAND,
@@ -23,7 +24,6 @@ from halfstep._tools.diagnose.edits import (
     row_name,
     writes_to_first,
 )
-from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
 from halfstep._tools.replay.blame import Blame
 from halfstep._tools.user_code import (
     Place,
