@@ -12,11 +12,19 @@ from torch import Tensor, nn
 
 from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_plain, tensors_in
+from halfstep._common.numbers import listed
 from halfstep._pytorch.devices import has_float64, in_float64
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._tools.diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
 from halfstep._tools.diagnose.edits import row_name
-from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of, named_entries
+from halfstep._tools.diagnose.user_calls import (
+    MOST_NAMED,
+    UserCall,
+    UserCalls,
+    call_of,
+    named_entries,
+    named_rows,
+)
 from halfstep._tools.measure import float_values
 from halfstep._tools.replay.blame import (
     OUTSIDE,
@@ -95,7 +103,7 @@ class OpInspection(OpObserver):
                 self.bad = replace(self.bad, output=described, limit=limit.max)
                 entries = bad_entries(output) if call.name == "_to_copy" else ""
                 self.notes += [f"the cast gives inf{entries}"][: bool(entries)]
-                self.notes += _mean_in_place(call, self.bad)
+                self.notes += [*_mean_in_place(call, self.bad), *_too_short(call)]
 
 
 def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
@@ -131,6 +139,31 @@ def _mean_in_place(call: OpCall, bad: BadOp) -> list[str]:
     size = given.get("target", call.given[0]).numel()
     said = f"it adds {size:,} values, with a mean of {bad.needs / size:.4g}"
     return [f"{said}; if no later line divides the sum, take the mean in its place"]
+
+
+def _too_short(call: OpCall) -> list[str]:
+    """Return a remark on the rows of a batch whose labels do not fit their frames in a CTC loss."""
+    given = by_name(call.func, call.args, call.kwargs)
+    if "ctc_loss" not in call.name or "target_lengths" not in given:
+        return []
+    lengths = (given["input_lengths"], given["target_lengths"])
+    frames, sizes = (torch.as_tensor(each).reshape(-1).tolist() for each in lengths)
+    labels = given["targets"]
+    if labels.dim() == 1:
+        rows = list(labels.split(sizes))
+    else:
+        rows = [row[:size] for row, size in zip(labels, sizes, strict=True)]
+    # A blank stands between equal labels.
+    needs = [len(row) + int((row[1:] == row[:-1]).sum()) for row in rows]
+    short = [(n, num) for n, num in zip(needs, frames, strict=True) if n > num][:MOST_NAMED]
+    if not short:
+        return []
+    which = named_rows(torch.tensor(needs) > torch.tensor(frames)) or "each row"
+    needed, there = (listed([*map(str, each)]) for each in zip(*short, strict=True))
+    return [
+        f"the loss of {which} is inf: the labels need {needed} frames, and there are {there}; "
+        "leave these rows out, or give them a loss of 0 by zero_infinity=True"
+    ]
 
 
 def named_by(call: UserCall | None, bad: BadOp) -> BadOp:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep._autocast import HALVES
 from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._common.numbers import things
@@ -34,6 +35,8 @@ STEP_IN_FLOAT32 = (
     "float32; in float16 Adam's eps of 1e-08 is 0"
 )
 BELOW_ZERO = "centered=True takes a root of square_avg - grad_avg**2, which rounding took below 0"
+LOST = "{0} is 0 there, which {1} rounds small values to: its gradients are not 0"
+IN_FLOAT32 = "keep {0} in float32: make it with dtype=torch.float32, and write to it without a cast"
 IN_PLACE_OF_LOST = (
     "the numbers are those of a replay after the step, with zeros in place of the weights that it "
     "had made inf or NaN"
@@ -41,11 +44,15 @@ IN_PLACE_OF_LOST = (
 
 
 def event_of(
-    optimizer: Optimizer, name_of: Callable[[Tensor], str], known: frozenset[str] = frozenset()
+    optimizer: Optimizer,
+    name_of: Callable[[Tensor], str],
+    known: frozenset[str] = frozenset(),
+    written: Callable[[Tensor], list[str]] = lambda _: [],
 ) -> Diagnosis | None:
     """Return the diagnosis of weights that are bad after a step of finite gradients, or None.
 
-    Weights with names in ``known`` were bad before. Sync: one for each weight.
+    Weights with names in ``known`` were bad before. ``written`` returns what is to be said of the
+    line that wrote to a state since the step before. Sync: one for each weight.
     """
     found = [
         (group, weight, name)
@@ -72,6 +79,7 @@ def event_of(
         for key, value in getattr(optimizer, "state", {}).get(weight, {}).items()
         if isinstance(value, Tensor) and value.shape == weight.shape
     }
+    gradient = distributed.local_part(weight.grad.detach())
     zero = [key for key, value in state.items() if bool((value[bad] == 0).all())]
     spoilt = [key for key, value in state.items() if not bool(value[bad].isfinite().all())]
     eps, dtype = group.get("eps"), values.dtype
@@ -80,7 +88,12 @@ def event_of(
     causes = [f"eps is {eps:g}, in {dtype_name(dtype)} 0" if is_rounded else "eps is 0"]
     causes = [f"{causes[0]}, and {zero[-1]} is 0 there" if zero else causes[0]][:has_eps]
     causes += [f"{key} is inf or NaN there" for key in spoilt]
-    cure = Cure("code", STEP_IN_FLOAT32) if is_rounded else None
+    lost = [key for key in zero if state[key].dtype in HALVES and bool((gradient[bad] != 0).any())]
+    if lost and not has_eps:
+        causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
+    texts = [STEP_IN_FLOAT32] if is_rounded else [IN_FLOAT32.format(key) for key in lost[-1:]]
+    texts = next(filter(None, (written(state[key]) for key in spoilt)), texts)
+    cure = Cure("code", "\n".join(texts)) if texts else None
     return Diagnosis("optimizer", None, name, cure=cure, notes=tuple(causes), happened=said)
 
 

@@ -14,13 +14,14 @@ import signal
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._autocast import current_settings
 from halfstep._common.machine import RandomStates, accelerators
@@ -108,11 +109,13 @@ class CallLog:
         self._old: list[weakref.ref[KeptCall]] = []
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
-        self._first = self._num_copied = self._num_held = 0
+        self._before = self._first = self._num_copied = self._num_held = 0
         # The last call in this step in which the loop wrote to a tensor, without the tensor, and
         # where it ever wrote inf or NaN.
         self._last_writes: ByMemory[KeptCall] = ByMemory()
         self.spoilt_at: ByMemory[Place] = ByMemory()
+        # Where it wrote to a tensor in any step, with the number of the call.
+        self._written_at: MutableMapping[Tensor, tuple[int, Place]] = WeakTensorKeyDictionary()
         self.dataset: object = None  # of the last batch of a DataLoader
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
@@ -131,7 +134,7 @@ class CallLog:
     def _turn(self) -> None:
         _forget(self._old)
         self._old, self._new = self._new, []
-        self._first = next(self._numbers)
+        self._before, self._first = self._first, next(self._numbers)
         self._given.clear()
 
     @compiler.do_not_compile_alone
@@ -295,6 +298,7 @@ class CallLog:
         has_values = name_of(function) not in _WRITES_NO_VALUES
         call = self._placed(function, args[1:] if has_values else (), kwargs).call
         if call.at is not None:
+            self._written_at[args[0]] = call.number, call.at
             if is_bad:
                 self.spoilt_at.put(args[0], call.at)
             if args[0].dtype is torch.float16:
@@ -346,6 +350,17 @@ class CallLog:
         again.function, again.args = _on_ones, (call.function, given, *args)
         again.of, again.given = (*call.of, *made), (*call.given, given)
         return Made(again, 0), at
+
+    def place_of(self, tensor: Tensor, *, is_new: bool = False) -> Place | None:
+        """Return where the loop last wrote to a tensor, or made it.
+
+        If ``is_new``, only if it did so in this step or in the one before.
+        """
+        number, place = self._written_at.get(tensor, (-1, None))
+        entry = self._entries.get(id(tensor))
+        if place is None and entry is not None and entry() is tensor:
+            number, place = entry.made.call.number, entry.made.call.at
+        return None if is_new and number < self._before else place
 
     def is_old(self, call: KeptCall) -> bool:
         return call.number < self._first

@@ -34,9 +34,10 @@ from halfstep._tools.watch.optimizers import (
     with_bad_state,
 )
 
-EXPLODED, _THROWN = 100.0, 4.0
-"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion,
-and that of a weight by which a step multiplies from call to call."""
+EXPLODED = 100.0
+"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
+_THROWN = 4.0
+"""That of a weight that a step has thrown, by still-scaled gradients or from call to call."""
 _WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
 """The numbers of steps before a bad one in which the loss may have grown, longest first."""
 OF_CRITIC = (
@@ -76,6 +77,8 @@ class Growth:
     def __init__(self) -> None:
         self.was_explained = False  # whether a step was explained by it
         self._explained = math.inf  # the largest weight or loss of that step
+        # Optimizers that took still-scaled gradients, with their largest weight before that.
+        self._misled: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
         self._measured: weakref.WeakKeyDictionary[Optimizer, list[_Measured]] = (
             weakref.WeakKeyDictionary()
         )
@@ -112,7 +115,11 @@ class Growth:
         return Usual(loss, size, explain=partial(self.explain, step=step, calls=calls))
 
     def before_step(
-        self, optimizer: Optimizer, step: int, model: Callable[[], nn.Module | None]
+        self,
+        optimizer: Optimizer,
+        step: int,
+        model: Callable[[], nn.Module | None],
+        written: Callable[[Tensor], list[str]],
     ) -> Diagnosis | None:
         """Measure the largest weight; return the diagnosis of a state with inf or NaN.
 
@@ -132,7 +139,7 @@ class Growth:
         now = _Measured(step, _largest(parameters(optimizer)), rate_of(optimizer))
         self._measured[optimizer] = [*known, now]
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
-            found = with_bad_state(optimizer, model, is_loaded=is_loaded)
+            found = with_bad_state(optimizer, model, written, is_loaded=is_loaded)
             return found and (self.explain(found, step) or found)
         return None
 
@@ -163,6 +170,19 @@ class Growth:
         elif size > self._explained / 10:
             explained = found  # it goes on
         return explained and replace(explained, verdict="growth")
+
+    def mislead(self, optimizer: Optimizer) -> None:
+        """Note that the gradients of an optimizer's next step are still scaled. Sync: the first."""
+        self.was_explained = True
+        if optimizer not in self._misled:
+            self._misled[optimizer] = _largest(parameters(optimizer))
+
+    def has_thrown(self) -> bool:
+        """Return whether still-scaled gradients made weights large, which explains what follows."""
+        return any(
+            _largest(parameters(optimizer)) > _THROWN * max(before, 1.0)
+            for optimizer, before in self._misled.items()
+        )
 
     def hints(self, calls: Sequence[KeptCall], *, is_overflow: bool = True) -> list[str]:
         """Return what may have made a value too large, besides the op that overflowed. Sync."""

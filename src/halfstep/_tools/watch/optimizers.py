@@ -77,9 +77,16 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def with_bad_state(
-    optimizer: Optimizer, model: Callable[[], nn.Module | None], *, is_loaded: bool
+    optimizer: Optimizer,
+    model: Callable[[], nn.Module | None],
+    written: Callable[[Tensor], list[str]],
+    *,
+    is_loaded: bool,
 ) -> Diagnosis | None:
-    """Return the diagnosis of an optimizer whose state has inf or NaN before a step."""
+    """Return the diagnosis of an optimizer whose state has inf or NaN before a step.
+
+    ``written`` returns what is to be said of the line that last wrote to a tensor, if one did.
+    """
     of = type(optimizer).__name__
     for weight, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, dict) else ():
@@ -92,6 +99,8 @@ def with_bad_state(
                     f"load an earlier checkpoint {before}: the state of {of} was not finite before "
                     f"this step{which}, which makes {name} so. Without one, begin with a new {of}"
                 )
+                lines = written(value)
+                text = "\n".join([*lines, text] if is_loaded or not lines else lines)
                 tensor = f"{key} of {name} in {of}"
                 return Diagnosis("data", tensor=tensor, cure=Cure("data", text))
     return None

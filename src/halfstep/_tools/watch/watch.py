@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -423,7 +424,7 @@ class Watch:
         taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), has_closure)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
-            optimizer, taken.number, lambda: self._model_of(needed_for(ends))
+            optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._written
         )
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
@@ -432,7 +433,8 @@ class Watch:
         elif not is_stepping() and 0 < self._running.num_backward <= self._running.num_scaled:
             scaled = still_scaled(optimizer, self._loss_scaler)
             if scaled is not None:
-                self._growth.was_explained = self._is_spoiled = True
+                self._is_spoiled = True
+                self._growth.mislead(optimizer)
                 self._report(scaled)
         if is_stepping() or not self._counts_plain_steps():
             return None
@@ -511,7 +513,8 @@ class Watch:
             return False
         with taken.with_its_gradients():
             with modes.unseen_by_modes():
-                event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
+                written, known = partial(self._written, is_new=True), frozenset(self._went_bad)
+                event = event_of(optimizer, names_in(model), known, written)
             if event is None:
                 self._check_buffers(step)
                 return False
@@ -678,14 +681,13 @@ class Watch:
         data = [] if _is_of_the_model(found) else bad_data(log.dataset)
         places = ((each, log.wrote(each)[1]) for each in (*bad, *(each for each, _ in data)))
         tensor, place = next((each for each in places if each[1]), (None, None))
-        halves = [each for each in map(log.halves.get, bad) if each and each.largest.isfinite()]
+        halves = [each for each in bad if self._overflowed(each)]
         if found.cure is None:
             return found
-        line, text = "" if place is None else line_text(place.line), [found.cure.text]
-        written = [LAST_WRITE.format(line=line)] if line else []
+        text = [found.cure.text]
+        written = [LAST_WRITE.format(line=line_text(place.line))] if place else []
         if halves:
-            largest, line = halves[-1].largest.item(), line_text(halves[-1].place.line)
-            written = [OVERFLOWED.format(largest=size_text(largest), line=line)]
+            written = self._overflowed(halves[-1])
         elif tensor is not None and tensor not in log.spoilt_at:
             own = self._of_write(tensor)
             if own is not None and own.verdict in ("maths", "range"):
@@ -697,6 +699,20 @@ class Watch:
             written = ["first check what the script loads:", *loads] if loads else []
         text = [*written, *(said for _, said in data), *text]
         return replace(found, cure=replace(found.cure, text="\n".join(text)))
+
+    def _written(self, tensor: Tensor, *, is_new: bool = False) -> list[str]:
+        """Return what to say of the line that last wrote to a bad tensor, or made it, if any."""
+        place = self._capture.log.place_of(tensor, is_new=is_new)
+        last = [] if place is None else [LAST_WRITE.format(line=line_text(place.line))]
+        return self._overflowed(tensor) or last
+
+    def _overflowed(self, tensor: Tensor) -> list[str]:
+        """Return what to say of the line that wrote too large a value to a float16 tensor."""
+        half = self._capture.log.halves.get(tensor)
+        if half is None or not half.largest.isfinite():
+            return []
+        line = line_text(half.place.line)
+        return [OVERFLOWED.format(largest=size_text(half.largest.item()), line=line)]
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
@@ -741,6 +757,8 @@ class Watch:
         return Diagnosis("unknown", notes=tuple(notes))
 
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
+        if found.verdict != "data" and self._growth.has_thrown():
+            return
         if found.verdict == "growth":
             if self._growth.was_explained:  # it follows from the same explosion
                 return
