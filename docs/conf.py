@@ -16,6 +16,7 @@ from sphinx.util import logging
 import halfstep
 import halfstep.errors
 import halfstep.sinks
+from halfstep._tools.doctor import finding
 from halfstep._tools.doctor.finding import CATALOG
 
 DOCS = Path(__file__).parent
@@ -23,6 +24,7 @@ sys.path.insert(0, str(DOCS))
 from notebook import notebook  # noqa: E402
 
 EXAMPLES = DOCS.parent / "examples"
+EXPLAINED = Path(finding.__file__).with_name("explained.toml")
 
 # Pages below others in the sidebar.
 BELOW = {
@@ -110,7 +112,7 @@ def link_scripts(text: str, folder: str) -> str:
 def findings() -> str:
     """Return a section for each finding of the doctor: severity, text, and its two programs."""
     sections = []
-    for id, entry in tomllib.loads((DOCS / "doctor.toml").read_text(encoding="utf-8")).items():
+    for id, entry in tomllib.loads(EXPLAINED.read_text(encoding="utf-8")).items():
         programs = [
             f"```py\n# {kind}\n{entry[kind]}```\n" for kind in ("wrong", "right") if kind in entry
         ]

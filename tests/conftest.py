@@ -12,6 +12,8 @@ import torch
 from tests import device
 from tests.simulated import cannot
 
+from halfstep._scaler.guard import SAID
+
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
 
@@ -28,6 +30,12 @@ def _no_accelerator_is_left() -> Iterator[None]:
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_guard_has_warned() -> None:
+    """A guard warns of a cause once in a process."""
+    SAID.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -40,10 +40,7 @@ def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line)
             records.killed,
             ["bad: The record stops after 5 steps, the last at 2.5 s, without an end"],
         ),
-        (
-            records.diagnosed,
-            ["bad: Steps 41, 42 went bad: `linear`", "bad: Step 80 went bad: `log`"],
-        ),
+        (records.diagnosed, ["bad: Steps 41, 42 went bad: `linear`"]),
     ],
 )
 def test_a_line_for_each_bad_finding(tmp_path, capsys, record, lines):
@@ -53,8 +50,17 @@ def test_a_line_for_each_bad_finding(tmp_path, capsys, record, lines):
 
 
 def test_a_bad_finding_has_its_cure(tmp_path, capsys):
-    _, (line, _) = check(capsys, records.diagnosed(tmp_path))
+    _, (line,) = check(capsys, records.diagnosed(tmp_path))
     assert 'autocast(..., policy="standard; linear@blocks.1.mlp:fp32")' in line
+
+
+def test_a_bad_step_that_was_skipped_is_not_bad_once_the_run_has_recovered(tmp_path, capsys):
+    bad = records.skip(3, 1.0, "loss", loss=math.nan)
+    for last, code in ((2.0, 0), (math.nan, 1)):
+        steps = [*map(records.step, (1, 2)), bad, *map(records.step, range(4, 60))]
+        steps += [records.step(60, loss=last), records.diagnosis(3), records.end(1.0, 60)]
+        folder = records.write(tmp_path / str(code), [records.header(), *steps])
+        assert check(capsys, folder)[0] == code
 
 
 def test_buffers_that_stay_nan_are_bad(tmp_path, capsys):

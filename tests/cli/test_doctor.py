@@ -71,7 +71,19 @@ def test_the_exit_code_says_whether_something_is_wrong(tmp_path, capsys, source,
         assert first.startswith(f"bad: {script}:4: `optimizer.step()` takes gradients")
         assert first.endswith("[scaler-bypassed]")
         assert "        scaler.step(optimizer)" in rest
-        assert rest[-1] == "see docs/doctor.toml [scaler-bypassed]"
+        assert rest[-1] == "more: halfstep doctor --explain scaler-bypassed"
+
+
+def test_a_finding_is_explained_where_there_are_no_docs(tmp_path, capsys) -> None:
+    (script := tmp_path / "train.py").write_text(BAD)
+    more = doctor(capsys, "--no-machine", script)[1].splitlines()[-1]
+    code, printed = doctor(capsys, *more.removeprefix("more: halfstep doctor ").split())
+    assert code == 0
+    assert printed.startswith("bad: scaler-bypassed\n")
+    assert printed.index("# wrong") < printed.index("optimizer.step()") < printed.index("# right")
+    with pytest.raises(SystemExit):
+        main(["doctor", "--explain", "update-mising"])
+    assert "; did you mean 'update-missing' or" in capsys.readouterr().err
 
 
 def test_findings_come_before_the_machine(tmp_path, capsys) -> None:
@@ -96,7 +108,7 @@ def test_the_worst_of_several_files_comes_first(tmp_path, capsys, quick) -> None
     for name, source in {"a.py": NOTICE, "b.py": BAD, "c.py": GOOD}.items():
         (tmp_path / name).write_text(source)
     code, printed = doctor(capsys, "--no-machine", *sorted(tmp_path.iterdir()))
-    found = [line for line in printed.splitlines() if not line.startswith((" ", "see"))]
+    found = [line for line in printed.splitlines() if not line.startswith((" ", "more"))]
     assert code == 1
     assert [line.partition(": ")[0] for line in found] == ["bad", "notice"]
     assert quick == []

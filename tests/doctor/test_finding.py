@@ -14,7 +14,7 @@ NOTICE = Finding("bf16-parameters", "seen", "cure", file="c.py", line=2)
 
 
 def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
-    assert (BAD.severity, BAD.docs) == ("bad", "docs/doctor.toml [clip-before-unscale]")
+    assert (BAD.severity, BAD.docs) == ("bad", "halfstep doctor --explain clip-before-unscale")
 
 
 def test_an_unknown_id_is_refused() -> None:
@@ -63,7 +63,7 @@ def test_the_text_has_place_id_cure_code_and_docs() -> None:
         "        b = 2",
         "notice: c.py:2: seen [bf16-parameters]",
         "    cure: cure",
-        "see docs/doctor.toml [clip-before-unscale], docs/doctor.toml [bf16-parameters]",
+        "more: halfstep doctor --explain clip-before-unscale --explain bf16-parameters",
     ]
 
 

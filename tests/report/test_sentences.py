@@ -115,6 +115,7 @@ LOSSY = counted({-30: 330, -5: 670})
 FLUSHED = counted({0: 90}, zeros=10, flushed=10)
 BUFFERS = "bn.running_mean", "bn.running_var"
 BAD_LOSS = {"reason": "loss", "loss": math.nan}
+BOTH_RULES = "torch; mul:fp32; add:fp32"
 OVERFLOW, SMALLEST = "overflow", "non-finite down to min_scale"
 IDLE = "the policy's rule @nosuch:fp32 never acted: no module of this GPT is named like it"
 FLUSHED_AT_16K = [
@@ -234,6 +235,21 @@ RUNS = {
     ),
     "a scale that fell to its floor": run(step(1, scale=1024.0), taken(100, 1.0)),
     "a scale that came back": run(step(50, scale=2048.0)),
+    "one overflow in a short run": short(
+        *(taken(n, 2.0**16) for n in range(1, 19)), skip(19, 2.0**16), taken(20, 2.0**15)
+    ),
+    "steps that the script left out": run(
+        *(skip(n, reason="left out by the script", scale_after=1024.0) for n in range(30, 50))
+    ),
+    "two rules of one command": run(
+        *(
+            diagnosis(n, bad=bad_op(name=op), cure=Cure("policy", rule, True, policy=rule))
+            for n, op, rule in ((5, "mul", "torch; mul:fp32"), (9, "add", BOTH_RULES))
+        )
+    ),
+    "a bad step that was skipped": short(
+        *(step(n) for n in range(1, 20)), skip(20, **BAD_LOSS), step(21), diagnosis(20)
+    ),
     # Losses, buffers, the end.
     "the losses of a GAN": short(
         *(

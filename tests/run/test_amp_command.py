@@ -422,6 +422,20 @@ def test_gradients_that_no_scaled_pass_has_made_are_stepped_if_they_are_finite()
 # --- what is said ---------------------------------------------------------------------------------
 
 
+def test_a_step_that_raises_is_no_step_that_the_script_left_out(tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with halfstep.record(tmp_path), mixed_precision(FP16, print):
+        step_on(optimizer, model(torch.ones(2, 4)).mean())
+        optimizer.register_step_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            step_on(optimizer, model(torch.ones(2, 4)).mean())
+    assert [step.reason for step in read_run(tmp_path).steps] == [None]
+
+
 def test_what_was_wrapped_is_said_once() -> None:
     said = said_by(lambda: adamw_loop(nn.Sequential(nn.Linear(4, 4)), steps=5, schedule=True))
 

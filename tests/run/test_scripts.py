@@ -91,6 +91,16 @@ def test_the_record_is_complete_however_it_ends(end, code, error, halfstep_run, 
     assert (last["event"], last["steps"], last["error"]) == ("end", 3, error)
 
 
+@pytest.mark.parametrize(
+    ("end", "what"), [("raise ValueError('no')", "error"), ("raise KeyboardInterrupt", "interrupt")]
+)
+def test_an_end_before_the_first_step_is_told_as_such(end, what, halfstep_run, tmp_path):
+    (tmp_path / "train.py").write_text(f"import torch\n{end}\n")
+    done = halfstep_run("-o", "record", "train.py")
+    told = f"halfstep: no step of an optimizer was completed before the {what}\n"
+    assert done.err.endswith(told)
+
+
 def test_what_trains_after_the_last_line_is_recorded_too(halfstep_run, tmp_path):
     """In a thread, and in a function called at the end; with our autocast still in place."""
     (tmp_path / "train.py").write_text(

@@ -17,6 +17,7 @@ import halfstep
 from halfstep import preset
 from halfstep._tools.cli import _build_parser
 from halfstep._tools.cli.run import _without_folder
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.record.files import programs_in
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Seen
@@ -304,6 +305,18 @@ def test_no_option_restores_buffers_if_no_step_was_bad():
     for num_skipped, more in ((0, ""), (1, "; halfstep run G restores buffers at skipped steps")):
         told = session.findings(known, guard="G", masters="M", num_skipped=num_skipped)
         assert list(told) == [f"1 buffer of the model ended with inf or NaN: a{more}"]
+
+
+def test_the_command_of_a_later_cure_has_the_rules_of_those_before(tmp_path):
+    """Two ops of one line: a run with either command alone would go bad at the other."""
+    options = Options(preset("torch"), None, 50, False, None, run_as=("halfstep", "run", "a.py"))
+    rules, cures = {}, []
+    for op in ("mul", "add", "mul"):
+        cure = Cure("policy", "autocast(...)", is_finite=True, policy=f"torch; {op}:fp32")
+        found = session._by_option(Diagnosis("range", cure=cure), options, rules).cure
+        cures.append((found.text, len(found.remarks)))
+    both = "halfstep run '--policy=torch; mul:fp32; add:fp32' a.py"
+    assert cures == [("halfstep run '--policy=torch; mul:fp32' a.py", 0), (both, 1), (both, 1)]
 
 
 def test_a_run_that_could_not_write_says_what_the_record_has():

@@ -100,6 +100,24 @@ def test_the_first_skip_names_the_parameters_and_later_ones_are_counted(schedule
     ]
 
 
+def test_a_new_optimizer_does_not_repeat_what_was_warned_of() -> None:
+    """As in a script that makes an optimizer for each task."""
+    told = []
+    for sizes in ((4, 8, 1), (4, 8, 1), (4, 1)):
+        model = mlp(*sizes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard(optimizer, module=model)
+        backward(model, 0, is_bad=True)
+        with pytest.warns(SkippedStepsWarning) as warned:
+            optimizer.step()
+        told.append(str(warned[0].message).split("\n"))
+    head = "step 1 was skipped (SGD); reason: inf or NaN in the gradients"
+    assert [text[0] for text in told] == [head] * 3
+    assert told[0][-1].startswith("What to try: ")
+    assert told[1] == [head]
+    assert [text.split(":")[0] for text in told[2][2:]] == ["  0.weight", "  0.bias"]
+
+
 def test_each_of_many_in_a_row_is_reported() -> None:
     model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -70,3 +70,8 @@ def end_iteration(scaler: GradScaler) -> None:
     """Call ``update`` if gradients were checked since the last one."""
     if scaler._engine.iteration.checks:
         scaler.update()
+
+
+def drop_iteration(scaler: GradScaler) -> None:
+    """End an iteration whose step has raised an error: the scale stays."""
+    scaler._engine.end_iteration()

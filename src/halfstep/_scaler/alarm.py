@@ -151,7 +151,7 @@ class Alarm:
         self._next_length = self.max_consecutive_skips  # of a run of skips at which to speak next
         self._depth = 0  # how far this run has come
         self._num_deep = 0  # how often runs have come to a new depth
-        self._said: object = None  # the causes and the cure of the last warning
+        self._said: set[object] = set()  # where inf and NaN were, and the cures, in warnings before
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
         """Raise the alarm if it is due; call this after an iteration.
@@ -191,7 +191,7 @@ class Alarm:
         return is_due
 
     def speak(self, report: SkipReport, *, is_proven: bool) -> None:
-        """Warn, raise or call, as the user chose. A warning like the last one is one line.
+        """Warn, raise or call, as the user chose. A warning repeats no causes and no cure.
 
         "raise" only warns in two cases: if the script left out the steps itself, and up to
         ``max_consecutive_skips`` unless all scales down to ``min_scale`` were tried in vain.
@@ -205,9 +205,12 @@ class Alarm:
         ):
             raise SkippedStepsError(str(report))
         else:
-            text, before = str(report), self._said
-            self._said = report.rank, report.cure, [culprit.name for culprit in report.culprits]
-            warn(text if self._said != before else text.split("\n")[0], SkippedStepsWarning)
+            where = report.rank, *(culprit.name for culprit in report.culprits)
+            head, *causes, cure = str(report).split("\n")
+            parts = {where: causes, report.cure: [cure]}
+            new = [line for key, part in parts.items() if key not in self._said for line in part]
+            self._said.update(parts)
+            warn("\n".join([head, *new]), SkippedStepsWarning)
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:

@@ -116,6 +116,11 @@ class GuardScaler(GradScaler):
             process_group=process_group,
         )
         self._alarm = _Alarm(1, on_skips)
+        self._alarm._said = SAID
+
+
+SAID: set[object] = set()
+"""What the guards of this process have warned of: a script may make an optimizer for each task."""
 
 
 class _Alarm(Alarm):

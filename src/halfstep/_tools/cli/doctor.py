@@ -24,7 +24,6 @@ DESCRIPTION = (
 EPILOG = """\
 To ignore a finding, put a comment in its line, with the name in brackets:
   # halfstep: allow update-missing
-docs/doctor.toml has a section on each finding.
 
 Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
 file cannot be read; the others are read all the same.
@@ -34,16 +33,26 @@ examples:
   halfstep doctor                          only the machine
   halfstep doctor --no-machine src/*.py    only scripts, for CI
   halfstep doctor --json train.py          everything as JSON
+  halfstep doctor --explain update-missing
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    from halfstep._tools.doctor.finding import CATALOG
+
+    more = "print what a finding means, with two programs"
+    parser.add_argument("--explain", action="append", metavar="ID", choices=CATALOG, help=more)
     parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.explain:
+        from halfstep._tools.doctor.finding import explanation
+
+        tell("\n\n".join(map(explanation, arguments.explain)))
+        return 0
     if arguments.no_machine and not arguments.scripts:
         raise CommandError("--no-machine leaves nothing to do: name a script")
     machine = None if arguments.no_machine else _measured()

@@ -29,8 +29,6 @@ examples:
   halfstep policy show standard --op exp      the rule that decides for exp
   halfstep policy show my.policy --op exp --module head
                                               the same in one module
-
-More: docs/policies.md.
 """
 
 

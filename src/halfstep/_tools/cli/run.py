@@ -49,7 +49,7 @@ examples:
   halfstep run torchrun --nproc-per-node 8 train.py
   halfstep run accelerate launch train.py
 
-Then read the record with: halfstep report DIR. More: docs/run.md.
+Then read the record with: halfstep report DIR.
 """
 
 

@@ -97,12 +97,12 @@ class OpInspection(OpObserver):
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         if call.key == self._blame.key:
             bad = (t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all()))
-            output = next(bad, None)
-            if output is not None:
+            if (output := next(bad, None)) is not None:
                 described, limit = operand(output, self._name_of(output)), torch.finfo(output.dtype)
                 self.bad = replace(self.bad, output=described, limit=limit.max)
+                gives = f"the cast gives {'inf' if described.inf else 'NaN'}"
                 entries = bad_entries(output) if call.name == "_to_copy" else ""
-                self.notes += [f"the cast gives inf{entries}"][: bool(entries)]
+                self.notes += [gives + entries] * bool(entries)
                 self.notes += [*_mean_in_place(call, self.bad), *_too_short(call)]
 
 

@@ -10,11 +10,14 @@ from typing import Any, Self
 
 from halfstep._common.text import SEVERITIES, Severity, one_line
 
-_FINDINGS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("findings.toml").read_text(encoding="utf-8")
-)
+
+def _read(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+_FINDINGS = _read("findings.toml")
 CATALOG: dict[str, Severity] = {id: entry["severity"] for id, entry in _FINDINGS.items()}
-"""The severities by id; docs/doctor.toml has a section on each id."""
+"""The severities by id; explained.toml has a section on each id."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Finding:
 
     @property
     def docs(self) -> str:
-        """The part of the docs that explains it, on the site a section of the page on doctor."""
-        return f"docs/doctor.toml [{self.id}]"
+        """The command that explains it; on the site a section of the page on doctor."""
+        return f"halfstep doctor --explain {self.id}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, including severity and docs."""
@@ -61,6 +64,13 @@ class Finding:
         lines.append(f"    cure: {one_line(self.cure)}")
         lines += [f"        {one_line(line)}" for line in self.code.splitlines()]
         return "\n".join(lines)
+
+
+def explanation(id: str) -> str:
+    """Return what a finding means, with a program that has it and one without."""
+    entry = dict(_read("explained.toml")[id])
+    meaning = f"{CATALOG[id]}: {id}\n{entry.pop('text')}"
+    return "\n".join([meaning, *(f"# {kind}\n{code}" for kind, code in entry.items())]).rstrip()
 
 
 def finding(id: str, line: int = 0, names: Iterable[str] = (), **values: object) -> Finding:
@@ -95,8 +105,8 @@ class Checkup(tuple[Finding, ...]):
         return {"worst": self.worst, "findings": [finding.to_json() for finding in self]}
 
     def __str__(self) -> str:
-        places = dict.fromkeys(finding.docs for finding in self)
-        return "\n".join([*map(str, self), f"see {', '.join(places)}"])
+        ids = dict.fromkeys(f" --explain {finding.id}" for finding in self)
+        return "\n".join([*map(str, self), f"more: halfstep doctor{''.join(ids)}"])
 
 
 def _order(finding: Finding) -> tuple[int, str, int, str]:

@@ -199,7 +199,8 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             evidence="skips",
             follows=summary.follows_from(scale.stuck[0]),
         )
-    if steps.num_skipped_later:
+    left_out = steps.reasons.get("left out by the script", 0)
+    if steps.num_skipped_later > left_out:
         yield _skipped(summary, steps)
     if steps.num and not steps.num_taken and not steps.num_skipped_later:
         yield say(
@@ -222,7 +223,6 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             ),
             evidence="skips",
         )
-    left_out = steps.reasons.get("left out by the script")
     if left_out:
         yield say(
             "notice",
@@ -296,7 +296,9 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
 
 def severity_of_skips(steps: StepCounts) -> Severity:
     """Return the severity of the skips that are not part of normal dynamic scaling."""
-    share = steps.share_skipped_later
+    share, overflows = steps.share_skipped_later, steps.reasons.get("overflow", 0)
+    if steps.num_skipped_later == 1 and overflows == steps.num_by_scaling + 1:
+        return "notice"  # the search for a scale has not ended: it fell once
     if share > MANY or steps.skipped_at_end >= ENDLESS:
         return "bad"
     return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
@@ -378,7 +380,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
     if summary.lower == "bf16" and summary.policies:
         yield say(
             "notice",
-            "The run is in bf16, which has the range of fp32: it needs no GradScaler. ",
+            "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler. ",
             *(
                 ("Run ", again(summary.facts, "--amp=bf16"))
                 if is_scaled_by_run(summary.facts)
@@ -450,7 +452,7 @@ _REPLAYED = {
 def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on which ops made steps bad, with the cures."""
     weights, first = {x.name for x in summary.of_kind("parameter")}, summary.went_bad_at
-    for place in summary.bad_places[:MOST_PLACES]:
+    for num, place in enumerate(summary.bad_places[:MOST_PLACES], start=1):
         # An op that reads a weight which an earlier bad step has left with inf or NaN.
         follows = first is not None and first < place.steps[0] and place.diagnosis.tensor in weights
         yield say(
@@ -458,7 +460,7 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
             when(place, summary).capitalize(),
             *_found(place.diagnosis),
             ".",
-            cure=_cure_of_place(place.diagnosis.cure),
+            cure=_cure_of_place(place.diagnosis.cure, summary.bad_places[num:MOST_PLACES]),
             evidence="diagnoses",
             follows=follows,
         )
@@ -473,13 +475,16 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
 
 
 def severity_of(place: BadPlace, summary: Summary) -> Severity:
-    """Return the severity of a place; a too large scale is as bad as the skips that it caused."""
+    """Return the severity of a place: as bad as its skips, if these and a scale were all of it."""
+    steps, is_scale = summary.steps, place.diagnosis.verdict == "scale"
     if place.diagnosis.verdict == "none":
         return "notice"
-    steps = summary.steps
-    if place.diagnosis.verdict != "scale" or not set(steps.skipped) >= set(place.steps):
+    if not set(steps.skipped) >= set(place.steps) or not (is_scale or summary.has_recovered):
         return "bad"
-    return "notice" if set(steps.later).isdisjoint(place.steps) else severity_of_skips(steps)
+    if is_scale and set(steps.later).isdisjoint(place.steps):
+        return "notice"
+    of_skips = severity_of_skips(steps)
+    return of_skips if is_scale or of_skips == "bad" else "warning"
 
 
 def when(place: BadPlace, summary: Summary) -> str:
@@ -500,8 +505,11 @@ def _found(found: Diagnosis) -> Iterator[str | Code]:
         yield f" ({'; '.join(found.notes)})"
 
 
-def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
+def _cure_of_place(cure: Cure | None, later: Sequence[BadPlace]) -> Iterator[str | Code]:
     if cure is None:
+        return
+    if wider := next((place for place in later if _has(place.diagnosis.cure, cure)), None):
+        yield f" Its cure is part of that of {at_steps(wider.steps)}."
         return
     if cure.kind in ("data", "look"):  # nothing to paste
         yield f" What to do: {cure.text.replace(chr(10), '; ')}"
@@ -512,6 +520,13 @@ def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
             yield "" if not number else " " if is_code else "; "
             yield Code(text) if is_code else text
     yield "".join(f"; {text}" for text in shown(cure)) + "."
+
+
+def _has(cure: Cure | None, other: Cure) -> bool:
+    """Return whether one cure does what another does: the same, or all of its rules."""
+    if cure is None or cure.policy is None or other.policy is None or other.kind != "policy":
+        return cure is not None and cure.text == other.text
+    return {*other.policy.split("; ")} <= {*cure.policy.split("; ")}
 
 
 def _is_code(text: str) -> bool:

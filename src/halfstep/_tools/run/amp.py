@@ -205,7 +205,11 @@ class ScaledSteps:
         if access.is_unscaled(self._scaler, optimizer):
             self._scaler.update()
         entry = access.add_check(self._scaler, optimizer, *found)
-        result = self._scaler.step(optimizer, *args, **kwargs)
+        try:
+            result = self._scaler.step(optimizer, *args, **kwargs)
+        except BaseException:  # it ended halfway, which is no step that the script left out
+            access.drop_iteration(self._scaler)
+            raise
         entry.release()  # the script owns their memory
         self._finish(optimizer)
         return result

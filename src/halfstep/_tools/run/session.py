@@ -182,6 +182,7 @@ class Session:
         self._watch: Watch | None = None
         self._policy_use: PolicyUse | None = None
         self._is_policy_checked = False
+        self._rules: dict[str, None] = {}  # of the cures so far: one command has them all
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
         self._unsaid: list[str] = []  # until the name of this process is known
@@ -297,7 +298,7 @@ class Session:
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
-        diagnosis = _by_option(diagnosis, self._options)
+        diagnosis = _by_option(diagnosis, self._options, self._rules)
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_process(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
@@ -371,10 +372,11 @@ class Session:
         others = things(len(of_others), "process", "processes")
         if not steps and of_others:
             return f"{others} of the program recorded: {view}"
-        if not steps and isinstance(self._failure, Exception):
-            return "no step of an optimizer was completed before the error"
+        if not steps and isinstance(self._failure, Exception | KeyboardInterrupt):
+            what = "error" if isinstance(self._failure, Exception) else "interrupt"
+            return f"no step of an optimizer was completed before the {what}"
         if not steps:
-            return f"{NO_STEP} (docs/run.md)"
+            return NO_STEP
         seen, watch = self._record.seen, self._watch
         found = "" if watch is None else f", {things(len(watch.found), 'diagnosis', 'diagnoses')}"
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""
@@ -473,24 +475,35 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
             warnings.showwarning = show
 
 
-def _by_option(found: Diagnosis, options: Options) -> Diagnosis:
-    """Return a diagnosis whose cure is options of the run, if these do what was replayed."""
+def _by_option(found: Diagnosis, options: Options, rules: dict[str, None]) -> Diagnosis:
+    """Return a diagnosis whose cure is options of the run, if these do what was replayed.
+
+    ``rules``: those of cures before it, which the command has too; its own are added.
+    """
     cure = found.cure
     if cure is None or not options.run_as:
         return found
-    words = [] if cure.policy is None else [f"--policy={cure.policy}"]
+    policy, own = cure.policy, str(cure.policy).removeprefix(f"{options.policy}; ")
+    is_added = own != str(policy)
     *before, last = cure.text.splitlines()
     note = "".join(last.partition("  #")[1:]) if cure.kind == "policy" else ""
+    remarks = cure.remarks
+    if is_added:
+        if not rules.keys() <= {*own.split("; ")}:
+            remarks = (*remarks, "its command has the rules of the cures before it too")
+        rules |= dict.fromkeys(own.split("; "))
+        policy = "; ".join((str(options.policy), *rules))
+    words = [] if policy is None else [f"--policy={policy}"]
     if (
         cure.dtype not in (None, "float32")
         and options.additions is None
         and (before or options.amp)
     ):
         words.insert(0, f"--amp={FORMATS_BY_DTYPE[cure.dtype].name}")
-    elif cure.kind != "policy" or not str(cure.policy).startswith(f"{options.policy}; "):
+    elif cure.kind != "policy" or not is_added:
         return found
     text = "\n".join((*before, with_options(options.run_as, *words) + note))
-    return replace(found, cure=replace(cure, text=text))
+    return replace(found, cure=replace(cure, text=text, policy=policy, remarks=remarks))
 
 
 # --- the last lines -------------------------------------------------------------------------------
