@@ -64,10 +64,11 @@ def occurrences(name: str, within: ast.AST) -> Iterator[ast.expr]:
 def edited_lines(edits: Edits, files: Iterable[str]) -> tuple[LineEdit, ...]:
     """Return the changed lines of files; none if one of them cannot be changed so."""
     found: list[LineEdit] = []
-    for source in map(Source, dict.fromkeys(files)):
-        own = {node: text for node, text in edits.items() if node in source.tree.parents}
-        lines = source.edited() if all(map(source.put, own, own.values())) else None
-        if lines is None:
-            return ()
-        found += lines
+    for file in dict.fromkeys(files):
+        source = Source(file)
+        if own := {node: text for node, text in edits.items() if node in source.tree.parents}:
+            lines = source.edited() if all(map(source.put, own, own.values())) else None
+            if lines is None:
+                return ()
+            found += lines
     return tuple(found)

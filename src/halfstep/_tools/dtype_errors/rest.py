@@ -45,7 +45,7 @@ from halfstep._tools.dtype_errors.failing_call import (
 from halfstep._tools.user_code import FUNCTIONS, Place, is_of_package, is_users
 
 _LEFT = 4  # turns of a loop at most after the failing one; one of a training loop
-_SECONDS = 10.0  # after which nothing more is evaluated
+_SECONDS = 10.0  # of this thread, after which nothing more is evaluated
 _OF_LOOPS: tuple[Any, ...] = (list, tuple, dict, range, enumerate, zip, Tensor, nn.ModuleList)
 _OF_LOOPS += (nn.Sequential, type({}.items()), type({}.values()), type({}.keys()))
 _OF_LISTS = ("append", "extend", "insert", "pop")
@@ -193,7 +193,7 @@ class _Frame(Call):
         for statement in statements:
             text = self.all.edits.get(statement)
             for each in [statement] if text is None else statements_with(text, statement):
-                if time.monotonic() > self.all.until:
+                if time.thread_time() > self.all.until:
                     raise TimeoutError
                 try:
                     returned = self._done_or_forgotten(each)
@@ -393,7 +393,8 @@ def _failure(calls: list[Call], number: int, run: _Run) -> _Fails | None:
 
 def runs(call: Call, edits: Edits, context: str = "") -> bool:
     """Return whether a call runs with edits or in a context, or its backward pass."""
-    frame = _Frame(call.place, {**call.local}, call.node, _Run(edits, time.monotonic() + _SECONDS))
+    run = _Run(edits, time.thread_time() + _SECONDS)
+    frame = _Frame(call.place, {**call.local}, call.node, run)
     with suppress(Exception), value_with(context or "torch.no_grad()", None):
         if isinstance(call, _Frame):
             with torch.enable_grad():
@@ -435,7 +436,7 @@ def ordered(
     cure after which a later line fails is completed: by casts before the line or there, or by a
     context around an outer call.
     """
-    until, tried = time.monotonic() + _SECONDS, list[_Run]()
+    until, tried = time.thread_time() + _SECONDS, list[_Run]()
     first, _ = next(_same_failures(calls, user, until), (None, None))
     if first is None:
         return [(cure, _ran(None, user, line)) for cure in cures]
@@ -485,7 +486,7 @@ def _ran(run: _Run | None, user: Call, line: Call) -> str:
 
 def differentiated(calls: list[Call], user: Call) -> Call | None:
     """Return the call that made what a failing backward pass cannot differentiate."""
-    made = (each.call for _, each in _same_failures(calls, user, time.monotonic() + _SECONDS))
+    made = (each.call for _, each in _same_failures(calls, user, time.thread_time() + _SECONDS))
     return next((call for call in made if not _is_backward(call.node)), None)
 
 
