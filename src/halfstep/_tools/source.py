@@ -12,17 +12,36 @@ import functools
 import json
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
+
+from halfstep._autocast import autocast, custom_bwd, custom_fwd
 from halfstep._tools.line import LineEdit
 from halfstep._tools.user_code import FUNCTIONS, tree_in, tree_of
 
+NAMES = {
+    "torch": SimpleNamespace(**{**vars(torch), "autocast": torch_autocast}),
+    "F": torch.nn.functional,
+    "halfstep": SimpleNamespace(autocast=autocast, custom_fwd=custom_fwd, custom_bwd=custom_bwd),
+}
+"""What the names of modules stand for in the text of a change."""
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)
 _AS_WRITTEN = (*_ATOMS[:-1], ast.Constant, ast.Dict, ast.JoinedStr, ast.ListComp)
+_Put = tuple[int, int, str]  # start, end, new text
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _MODULES = re.compile(r"\b(torch|F|halfstep)(?=\.)")
+
+
+def value_with(text: str, value: Any, *names: Mapping[str, Any]) -> Any:
+    """Return the value of a text, among names, that takes the place of a value."""
+    known = NAMES | {"_": value}
+    return eval(text.format("_"), known, ChainMap(known, *names))  # type: ignore[arg-type]
 
 
 class Filled(ast.NodeTransformer):
@@ -63,13 +82,10 @@ class Source:
         for node in self.tree.parents:
             for each in node.names if isinstance(node, _IMPORTS) else ():
                 package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                if each.asname or package:
-                    names[package + each.name] = each.asname or each.name
-                else:
-                    names[each.name.partition(".")[0]] = each.name.partition(".")[0]
-        root = names.get("torch")
-        functional = names.get("torch.nn.functional") or (root and f"{root}.nn.functional")
-        return names | ({"F": functional} if functional else {})
+                name = each.name if each.asname or package else each.name.partition(".")[0]
+                names[package + name] = each.asname or name
+        at = names.get("torch.nn.functional", f"{names.get('torch', '')}.nn.functional")
+        return names if at.startswith(".") else names | {"F": at}
 
     def put(self, node: ast.AST | None, text: str) -> bool:
         """Put a text in place of an expression or a statement; return whether that is possible."""
@@ -85,14 +101,11 @@ class Source:
         if isinstance(node, ast.stmt):
             return self.put_lines(node, text)
         tree = ast.parse(text.format("_"), mode="eval").body
+        return isinstance(node, ast.expr) and self.change(
+            node, lambda now: Filled({"_": now}.get).visit(copy.deepcopy(tree))
+        )
 
-        def around(now: ast.expr) -> ast.expr:
-            filled: ast.expr = Filled({"_": now}.get).visit(copy.deepcopy(tree))
-            return filled
-
-        return isinstance(node, ast.expr) and self.change(node, around)
-
-    def change(self, node: ast.expr, change: Callable[[Any], ast.expr]) -> bool:
+    def change(self, node: ast.AST, change: Callable[[Any], ast.expr]) -> bool:
         """Change an expression, after the changes that it has."""
         self._changes.setdefault(node, []).append(change)
         return True
@@ -113,16 +126,12 @@ class Source:
         outer = [n for n in self._changes if not self._changes.keys() & {*self.tree.around(n)}]
         puts = [*map(self._put_of, outer)]
         for statement, texts in self._lines.items():
-            puts += self._puts_around(statement, texts, puts)
-        heads = [_extent(self.statement(node), is_head=True) for node in outer]
-        wholes = [_extent(each, is_head=isinstance(each, FUNCTIONS)) for each in self._lines]
-        spans: list[list[int]] = []
-        for first, last in sorted({*heads, *wholes}):
-            if spans and first <= spans[-1][1]:
-                spans[-1][1] = max(last, spans[-1][1])
-            else:
-                spans.append([first, last])
-        for first, last in spans:
+            puts += self._puts_at(statement, texts, puts)
+        heads = [_lines_of(self.tree.statement(node), is_head=True) for node in outer]
+        wholes = [_lines_of(each, is_head=isinstance(each, FUNCTIONS)) for each in self._lines]
+        spans = {*heads, *wholes}
+        inner = {s for s in spans for o in spans if s != o and o[0] <= s[0] and s[1] <= o[1]}
+        for first, last in sorted(spans - inner):
             start, end = self._starts[first - 1], self._starts[last]
             text = self._bytes[start:end]
             for left, right, new in sorted(puts, reverse=True):
@@ -130,23 +139,20 @@ class Source:
                     text = text[: left - start] + new.encode() + text[right - start :]
             yield LineEdit(self.file, first, last, text.decode().rstrip("\n"))
 
-    def _puts_around(
-        self, statement: ast.stmt, texts: list[str], puts: list[tuple[int, int, str]]
-    ) -> Iterator[tuple[int, int, str]]:
+    def _puts_at(self, statement: ast.stmt, texts: list[str], puts: list[_Put]) -> Iterator[_Put]:
         start, _ = self._extent(statement)
         last = statement.end_lineno or 0
         end, new_line = self._starts[last] - 1, f"\n{self.indent(statement)}"
-        for text in texts:
-            if text.startswith("with "):
-                for at in self._starts[statement.lineno : last]:
-                    if not any(left < at < right for left, right, _ in puts):
-                        yield at, at, "    "
+        starts = self._starts[statement.lineno : last]
+        outer = [at for at in starts if not any(left < at < right for left, right, _ in puts)]
+        for at in outer * sum(text.startswith("with ") for text in texts):
+            yield at, at, "    "
         before = "".join(text.removesuffix("{}") for text in texts if not text.startswith("{}"))
         after = "".join(text.removeprefix("{}") for text in texts if text.startswith("{}"))
         yield start, start, before.replace("\n", new_line)
         yield end, end, after.replace("\n", new_line)
 
-    def _put_of(self, node: ast.AST) -> tuple[int, int, str]:
+    def _put_of(self, node: ast.AST) -> _Put:
         """Return the start and end of an expression, and the text to put there."""
         now, parent = self._now(node), self.tree.parents[node]
         start, end = self._extent(node)
@@ -201,16 +207,12 @@ class Source:
         start = self._starts[statement.lineno - 1]
         return self._bytes[start : start + statement.col_offset].decode()
 
-    def statement(self, node: ast.AST) -> ast.stmt:
-        return next(each for each in self.tree.around(node) if isinstance(each, ast.stmt))
 
-
-def _extent(statement: ast.stmt, *, is_head: bool) -> tuple[int, int]:
+def _lines_of(statement: ast.stmt, *, is_head: bool) -> tuple[int, int]:
     """Return the first and last line of a statement; of `with`, `for`, `def`, of its head."""
-    inner: list[Any] = [statement]
+    parts: list[ast.AST] = [statement]
     if is_head and hasattr(statement, "body"):
-        for node in inner:
-            children = ast.iter_child_nodes(node)
-            inner += [c for c in children if not isinstance(c, (ast.stmt, ast.ExceptHandler))]
-        inner = [each for each in inner[1:] if hasattr(each, "end_lineno")]
-    return statement.lineno, max([statement.lineno, *(each.end_lineno for each in inner)])
+        children, inner = ast.iter_child_nodes(statement), (ast.stmt, ast.ExceptHandler)
+        parts = [each for each in children if not isinstance(each, inner)]
+    ends = (getattr(node, "end_lineno", 0) for part in parts for node in ast.walk(part))
+    return statement.lineno, max([statement.lineno, *ends])

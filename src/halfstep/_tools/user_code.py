@@ -63,8 +63,7 @@ class Place(NamedTuple):
         """The innermost statement of its code; None if the file has none of its extent."""
         tree = tree_of(self.code.co_filename)
         node = tree.at.get(span_of(self.code, self.instruction))
-        around = (each for each in (node, *tree.around(node)) if isinstance(each, ast.stmt))
-        return next(around, None)
+        return None if node is None else tree.statement(node)
 
     def is_at(self, other: Place) -> bool:
         """Return whether both are the same instruction, even if the code was compiled again."""
@@ -81,13 +80,17 @@ class Tree(NamedTuple):
 
     root: ast.Module
     parents: dict[ast.AST, ast.AST]
-    at: dict[tuple[int | None, ...], ast.expr | ast.stmt]  # expressions and ``raise``, by span
+    at: dict[tuple[int | None, ...], ast.expr | ast.stmt]  # not of most statements; by span
 
     def around(self, node: ast.AST | None) -> Iterator[ast.AST]:
         """Yield the nodes around a node, innermost first, up to its function."""
         while node in self.parents and not isinstance(node, FUNCTIONS):
             node = self.parents[node]
             yield node
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the innermost statement that is a node, or has it in it."""
+        return next(each for each in (node, *self.around(node)) if isinstance(each, ast.stmt))
 
 
 def tree_of(file: str) -> Tree:
@@ -103,7 +106,7 @@ def tree_in(text: str) -> Tree:
     spans: dict[tuple[int | None, ...], ast.expr | ast.stmt] = {
         (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset): n
         for n in reversed(nodes)
-        if isinstance(n, (ast.expr, ast.Raise))
+        if isinstance(n, (ast.expr, ast.Raise, ast.AugAssign))
     }
     return Tree(root, {c: n for n in nodes for c in ast.iter_child_nodes(n)}, spans)
 

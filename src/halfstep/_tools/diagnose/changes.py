@@ -76,8 +76,7 @@ def edited_lines(changes: Sequence[Change]) -> list[LineEdit] | None:
     found: list[LineEdit] = []
     for file, of_file in grouped(changes, lambda each: each.spot.line.file).items():
         source = Changes(file)
-        edits = source.edited() if all(map(source.make, of_file)) else None
-        if edits is None:
+        if not all(map(source.make, of_file)) or (edits := source.edited()) is None:
             return None
         found += edits
     return found
@@ -164,9 +163,8 @@ class Changes(Source):
         if node is None:
             return False
         if slot == OPERAND:
-            if not isinstance(node, ast.Call) or change.module:
-                return False
-            return self.change(node, lambda now: now.func.value)
+            is_users = isinstance(node, ast.Call) and not change.module
+            return is_users and self.change(node, lambda now: now.func.value)
         if slot == CALL:
             return self.put(node, change.expression)
         if (item := item_of(slot)) is not None:
@@ -234,11 +232,7 @@ class Changes(Source):
         if not placed.module and not _is_of(call, placed.function):
             return False  # the call at this line is another function, which calls this one
         given = ast.keyword(name, ast.parse(placed.expression, mode="eval").body)
-
-        def with_keyword(now: Any) -> ast.expr:
-            return ast.Call(now.func, now.args, [*now.keywords, given])
-
-        return self.change(call, with_keyword)
+        return self.change(call, lambda now: ast.Call(now.func, now.args, [*now.keywords, given]))
 
     def _constructor(self, module: str, name: str) -> ast.Call | None:
         """Return the constructor call of a module: the only one of its class, or of its name."""
@@ -272,7 +266,7 @@ class Changes(Source):
         node = None if call is None else argument(call, operand)
         if call is None or node is None or node in self._hoisted:
             return None if node is None else self._hoisted.get(node)
-        here, there = self.statement(call), self.statement(root)
+        here, there = self.tree.statement(call), self.tree.statement(root)
         is_short = all(_is_short(each) for each in ast.walk(node))
         if here is there:
             is_usable = is_short or is_used_once
@@ -308,7 +302,7 @@ class Changes(Source):
 
     def _is_before(self, node: ast.expr, root: ast.expr) -> bool:
         """Return whether a node is always evaluated before another, in the same scope."""
-        around, statement = [root, *self.tree.around(root)], self.statement(node)
+        around, statement = [root, *self.tree.around(root)], self.tree.statement(node)
         scopes = [
             next(each for each in nodes if isinstance(each, _SCOPES))
             for nodes in ([node, *self.tree.around(node)], around)
@@ -316,7 +310,7 @@ class Changes(Source):
         if scopes[0] is not scopes[1]:
             return False
         if statement in around:
-            return statement is self.statement(root)
+            return statement is self.tree.statement(root)
         fields = (value for _, value in ast.iter_fields(self.tree.parents[statement]))
         block = next(each for each in fields if isinstance(each, list) and statement in each)
         return any(each in around for each in block[block.index(statement) :])

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from halfstep._autocast import HALVES
 
@@ -64,10 +63,6 @@ class Edit(NamedTuple):
         dtype = value.dtype if isinstance(value, Tensor) else torch.float32
         eps = (1e-3 if dtype is torch.float16 else 1e-6) * self.factor
         return self.expression(value, eps)
-
-
-def evaluated(text: str, value: Any) -> Any:
-    return eval(text.format("value"), {"torch": torch, "F": functional, "value": value})
 
 
 # --- expressions ----------------------------------------------------------------------------------

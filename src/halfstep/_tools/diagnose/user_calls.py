@@ -18,13 +18,13 @@ from halfstep._tools.diagnose.edits import (
     OPERAND,
     USUAL_NAMES,
     Edit,
-    evaluated,
     in_place,
     item_of,
     row_name,
     writes_to_first,
 )
 from halfstep._tools.replay.blame import Blame
+from halfstep._tools.source import value_with
 from halfstep._tools.user_code import (
     Place,
     called_by_user,
@@ -198,7 +198,7 @@ class UserCalls(TorchFunctionMode):
                 module = ""
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
-        result = evaluated(text, value)
+        result = value_with(text, value)
         is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -22,7 +22,7 @@ from halfstep._autocast import current_policy
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._pytorch import autograd
-from halfstep._tools.dtype_errors.edits import Edits, cast_to, edited_lines
+from halfstep._tools.dtype_errors import rest
 from halfstep._tools.dtype_errors.failing_call import (
     Call,
     Context,
@@ -36,8 +36,9 @@ from halfstep._tools.dtype_errors.failing_call import (
     origin_of,
     wanted_by,
 )
-from halfstep._tools.dtype_errors.rest import casts_of, differentiated, ordered, runs, statement_of
+from halfstep._tools.dtype_errors.rest import Edits, cast_to, casts_of, runs
 from halfstep._tools.line import LineEdit
+from halfstep._tools.source import Source
 from halfstep._tools.user_code import FUNCTIONS, is_same_view
 
 _ABOUT_ONE = re.compile(
@@ -141,7 +142,7 @@ def _explained(error: BaseException) -> DtypeError | None:
         named = [[*call.tensors(with_integers=integers)] for call in inner]
         found = failing = next(filter(None, named), [])
         if in_backward and _is_one_dtype(found):
-            made = differentiated(calls, user)
+            made = rest.differentiated(calls, user)
             found = [*made.tensors()] if made is not None else []
         elif _is_one_dtype(found) and not is_about_one:  # another call may show more of them
             found = next((each for each in named if not _is_one_dtype(each)), failing)
@@ -158,12 +159,18 @@ def _explained(error: BaseException) -> DtypeError | None:
         if "without overflow" in str(error):
             notes += tuple(_what_fits(own, operands[0]))
         failing_call = made or (user if user.has_no_effects else inner[0])
+        callers = (c for c in reversed(users) if not c.is_of_package)
+        # A write to the cast of an argument is lost if the result is not used.
+        used = (c for c in callers if not any(isinstance(n, ast.Expr) for n in c.around()[1:2]))
+        at = ((c, rest.evaluated(c).tensors(with_integers=integers)) for c in used)
+        levels = ((c, c, [*named]) for c, named in at)
         tried = list[Edits]()
         if made or user.has_no_effects or found is failing:
-            tried += _cures_of_one(failing_call, made or own, operands, wanted)
-            tried += [] if tried else _cures(failing_call, made or own, operands, function, hidden)
-            tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
-    cures = ordered(tried, calls, user, made or own)
+            tried += _cures(failing_call, made or own, operands, wanted, function, hidden)
+        for level in () if tried else (each for each in levels if each[2]):
+            tried += [] if tried else _cures(*level, wanted, function, hidden)
+        tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
+    cures = rest.ordered(tried, calls, user, made or own)
     files = [call.place.code.co_filename for call in users if not call.is_of_package]
     lines = [TriedEdits(edited_lines(edits, files), ran) for edits, ran in cures]
     inside = () if own is user else _told(user)
@@ -292,11 +299,11 @@ def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
 
 
 def _cures_of_one(
-    call: Call, line: Call, operands: tuple[GivenTensor, ...], wanted: torch.dtype | None
+    call: Call, line: Call, operands: Sequence[Named | GivenTensor], wanted: torch.dtype | None
 ) -> Iterator[Edits]:
-    """Yield the cast of one operand, or labels without their column, with which a call runs.
+    """Yield a cast of one operand, labels without their column, or another order of arguments.
 
-    Values that are not whole are not cast to integers.
+    With each, a call runs. Values are cast to integers and masks only if these hold them exactly.
     """
     floats = [o.tensor.dtype for o in operands if o.tensor.is_floating_point()]
     dtype = floats[0] if wanted is torch.float32 and floats else wanted
@@ -304,15 +311,20 @@ def _cures_of_one(
     texts += ["{}.squeeze(1)", "{}.squeeze(1).long()"] if wanted is torch.int64 else []
     for text, operand in product(texts, reversed(operands)):
         tensor = operand.tensor
-        is_rounded = wanted is torch.int64 and tensor.is_floating_point()
-        is_whole = not is_rounded or torch.equal(tensor, tensor.round())
-        is_other = is_whole and ("squeeze" in text or tensor.dtype is not dtype)
+        is_rounded = wanted in (torch.int64, torch.bool) and tensor.is_floating_point()
+        is_exact = not is_rounded or torch.equal(tensor, tensor.to(wanted).to(tensor.dtype))
+        is_other = is_exact and ("squeeze" in text or tensor.dtype is not dtype)
         if is_other and (edits := _tried(call, line, [operand], text)):
             yield edits
             return
+    variables = [each.name for each in operands if call is line and each.name.isidentifier()]
+    for one, other in combinations(variables if wanted else (), 2):
+        swapped = {**casts_of([one], line, other), **casts_of([other], line, one)}
+        if len({*swapped.values()}) == 2 and runs(call, swapped):
+            yield swapped
 
 
-def _tried(call: Call, line: Call, wrong: list[GivenTensor], text: str) -> Edits | None:
+def _tried(call: Call, line: Call, wrong: Sequence[Named | GivenTensor], text: str) -> Edits | None:
     """Return edits of a line for operands, with which the call runs; None if it does not."""
     edits = tried = casts_of([each.name for each in wrong], line, text)
     if call is not line:
@@ -325,20 +337,26 @@ def _tried(call: Call, line: Call, wrong: list[GivenTensor], text: str) -> Edits
 def _cures(
     call: Call,
     line: Call,
-    operands: tuple[GivenTensor, ...],
+    operands: Sequence[Named | GivenTensor],
+    of_one: torch.dtype | None,
     function: _Function | None,
     hidden: torch.dtype | None,
 ) -> Iterator[Edits]:
     """Yield the changes of a line of the user with which a failing call runs.
 
-    ``hidden`` is the dtype of a tensor that is no operand, if there is one.
+    ``of_one`` is the dtype that the error wants of one operand, ``hidden`` that of a tensor that is
+    no operand, if there is one.
     """
+    if found := [*_cures_of_one(call, line, operands, of_one)]:
+        yield from found
+        return
     tensors = [operand.tensor for operand in operands]
     dtypes = [tensor.dtype for tensor in tensors]
     name, written = call.name_and_written
-    fixed = [t for t in tensors if t is written]
-    fixed += [t for t in tensors if isinstance(t, nn.Parameter)]
-    floats = {d: dtypes.count(d) for d in dtypes if d.is_floating_point}
+    kinds = [d for d in dtypes if d.is_complex] or [d for d in dtypes if d.is_floating_point]
+    floats = {dtype: kinds.count(dtype) for dtype in kinds}
+    fixed = [t for t in tensors if t is written or isinstance(t, nn.Parameter)]
+    fixed = sorted((t for t in fixed if t.dtype in floats), key=lambda t: t is not written)
     each_wanted = sorted(floats, key=lambda dtype: -torch.finfo(dtype).bits)[:1]
     if len(set(dtypes)) == 1:
         each_wanted = [hidden or torch.float32]
@@ -368,7 +386,22 @@ def _cures(
         for whose in ("halfstep",) if rules else ("torch", "halfstep"):
             text = f"{whose}.autocast({arguments})"
             if runs(call, {}, text):
-                yield {statement_of(line): f"with {text}:\n    {{}}"}
+                yield {line.statement: f"with {text}:\n    {{}}"}
                 if function is not None and function.is_backward:
                     yield function.with_decorators(device)
                 break
+
+
+# --- the lines ------------------------------------------------------------------------------------
+
+
+def edited_lines(edits: Edits, files: Iterable[str]) -> tuple[LineEdit, ...]:
+    """Return the changed lines of files; none if one of them cannot be changed so."""
+    found: list[LineEdit] = []
+    for file in dict.fromkeys(files):
+        source = Source(file)
+        if own := {node: text for node, text in edits.items() if node in source.tree.parents}:
+            if not all(map(source.put, own, own.values())) or not (lines := source.edited()):
+                return ()
+            found += lines
+    return tuple(found)

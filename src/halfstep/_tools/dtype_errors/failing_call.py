@@ -121,6 +121,10 @@ class Call:
         return parent if isinstance(parent, ast.Assign) and node in parent.targets else node
 
     @property
+    def statement(self) -> ast.stmt | None:
+        return next((n for n in self.around() if isinstance(n, ast.stmt)), None)
+
+    @property
     def is_users(self) -> bool:
         return is_users(self.place.code.co_filename)
 
@@ -141,21 +145,26 @@ class Call:
 
     @property
     def name_and_written(self) -> tuple[str, Tensor | None]:
-        """The name of the op, and the tensor that it writes to, if there is one."""
+        """The name of the op, and the tensor that it writes to, or to a copy of it."""
         match self.node:
             case ast.Assign(targets=[ast.Subscript(value=of)]):
                 return "index_put_", self.value(of)
             case ast.Assign(targets=[ast.Attribute(value=of, attr="grad")]):
                 return "grad", self.value(of)
-            case ast.Call(func=func):
+            case ast.AugAssign(target=target, op=op):
+                return f"{type(op).__name__.lower()}_", self.value(target)
+            case ast.Call(func=func, keywords=keywords):
                 function = self.value(func)
                 name = getattr(function, "__name__", "").removeprefix("_")  # F.threshold
-                return name, getattr(function, "__self__", None) if name.endswith("_") else None
+                is_written = name.endswith("_") or "scatter" in name or name.startswith("index_")
+                out = next((self.value(each.value) for each in keywords if each.arg == "out"), None)
+                return name, getattr(function, "__self__", None) if is_written else out
         return "matmul", None
 
     def around(self) -> list[ast.AST]:
-        """Return the nodes around it, innermost first, up to its function."""
-        return [*tree_of(self.place.code.co_filename).around(self.node)]
+        """Return it and the nodes around it, innermost first, up to its function."""
+        around = tree_of(self.place.code.co_filename).around(self.node)
+        return [] if self.node is None else [self.node, *around]
 
     def value(self, node: ast.AST | None) -> Any:
         """Return the value of an expression without effects; raise an error for other code."""
@@ -201,7 +210,7 @@ class Call:
         return args, named
 
     def tensors(self, *, with_integers: bool = False) -> Iterator[Named]:
-        """Yield the floating-point tensors that the expression names, longest names first."""
+        """Yield the real and complex tensors that the expression names, longest names first."""
         waiting: list[ast.AST] = []
         match self.node:
             case ast.Assign(
@@ -227,7 +236,7 @@ class Call:
             for name, part in found:
                 if not isinstance(part, Tensor) or id(part) in seen:
                     continue
-                if with_integers or part.is_floating_point():
+                if with_integers or part.is_floating_point() or part.is_complex():
                     seen.add(id(part))
                     yield Named(name, part, node)
 
@@ -265,13 +274,14 @@ def has_no_effects(function: Any) -> bool:
     """Return whether a call changes no tensor and no module: of PyTorch, or of Python."""
     if isinstance(function, nn.Module):
         return modules.can_be_called_again(function)
-    is_context = isinstance(function, type) and issubclass(function, CONTEXTS)
+    module = getattr(function, "__module__", None) or ""
+    is_known = isinstance(function, type) and issubclass(function, CONTEXTS)
+    is_known |= isinstance(function, type) and module.startswith("torch.nn.modules")
     known = (torch.finfo, torch.autograd.grad, *_BUILTINS, *vars(math).values())
-    if is_context or function in known or type(function).__name__ == "ufunc":  # of NumPy
+    if is_known or function in known or type(function).__name__ == "ufunc":  # of NumPy
         return True
     if getattr(function, "__name__", "_").endswith("_"):
         return False
-    module = getattr(function, "__module__", None) or ""
     if isinstance(function, BuiltinFunctionType) and isinstance(function.__self__, Tensor):
         return True
     if isinstance(function, MethodType) and isinstance(function.__self__, Tensor):
@@ -391,20 +401,22 @@ def _described(by: ast.AST, line: int) -> str:
     return f"of line {line}: {textwrap.shorten(text, 80)}"
 
 
-def function_of(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Module:
-    """Return a function, or a file; an empty file if it is not known."""
+def function_of(code: CodeType) -> Any:
+    """Return the node of a function, a lambda or a file; an empty file if it is not known."""
     tree = tree_of(code.co_filename)
     if code.co_name == "<module>":
         return tree.root
-    functions = (node for node in tree.parents if isinstance(node, FUNCTIONS))
-    lines = ((f, [f.lineno, *(each.lineno for each in f.decorator_list)]) for f in functions)
-    at = (function for function, starts in lines if code.co_firstlineno in starts)
-    return next(at, ast.Module([], []))
+    functions = (node for node in tree.parents if isinstance(node, (*FUNCTIONS, ast.Lambda)))
+    named = (f for f in functions if getattr(f, "name", "<lambda>") == code.co_name)
+    lines = ((f, [f.lineno, *(d.lineno for d in getattr(f, "decorator_list", ()))]) for f in named)
+    at = [function for function, starts in lines if code.co_firstlineno in starts]
+    return at[0] if len(at) == 1 else ast.Module([], [])
 
 
 def nodes_of(code: CodeType) -> Iterator[ast.AST]:
     """Yield the nodes of a function, or of a file, without those of the functions in it."""
-    rest: list[ast.AST] = [*function_of(code).body]
+    body = function_of(code).body
+    rest: list[ast.AST] = [*body] if isinstance(body, list) else [body]
     while rest:
         node = rest.pop(0)
         yield node
@@ -445,7 +457,7 @@ def _entered_by(call: Call) -> Iterator[tuple[str, torch_autocast | Region, ast.
             yield f"the decorator of {function.__name__}", given, None
         case {"settings": Settings() as settings, "function": function}:
             yield f"the decorator of {function.__name__}", Region(settings), None
-    blocks = [each for each in call.around() if isinstance(each, (ast.With, ast.AsyncWith))]
+    blocks = [each for each in call.around()[1:] if isinstance(each, (ast.With, ast.AsyncWith))]
     for node in (item.context_expr for block in reversed(blocks) for item in block.items):
         made = None
         with suppress(Exception), warnings.catch_warnings(action="ignore"):

@@ -10,7 +10,7 @@ import ast
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -23,14 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep._autocast import Region, autocast
 from halfstep._pytorch import autograd, modules
-from halfstep._tools.dtype_errors.edits import (
-    NAMES,
-    Edits,
-    cast_to,
-    occurrences,
-    statements_with,
-    value_with,
-)
 from halfstep._tools.dtype_errors.failing_call import (
     CONTEXTS,
     ERRORS,
@@ -38,11 +30,16 @@ from halfstep._tools.dtype_errors.failing_call import (
     called,
     contexts_of,
     function_of,
+    has_no_effects,
     is_about_dtypes,
     is_about_integers,
     wanted_by,
 )
+from halfstep._tools.source import NAMES, value_with
 from halfstep._tools.user_code import FUNCTIONS, Place, is_of_package, is_users
+
+Edits = Mapping[Any, str]
+"""The text in place of an expression, a statement or a function; {} in it is what stood there."""
 
 _LEFT = 4  # turns of a loop at most after the failing one; one of a training loop
 _SECONDS = 10.0  # of this thread, after which nothing more is evaluated
@@ -53,6 +50,10 @@ _OF_CTX = ("save_for_backward", "mark_non_differentiable", "set_materialize_grad
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_TENSORS = (ast.Pass, ast.Assert, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _UNKNOWN = object()
+
+
+def cast_to(dtype: torch.dtype) -> str:
+    return {torch.int64: "{}.long()", torch.bool: "{}.bool()"}.get(dtype, f"{{}}.to({dtype})")
 
 
 class _Fails(Exception):  # noqa: N818
@@ -76,7 +77,7 @@ class _Run:
     """What the frames of an evaluation share."""
 
     edits: Edits
-    until: float
+    until: float = field(default_factory=lambda: time.thread_time() + _SECONDS)
     attributes: dict[tuple[int, str], Any] = field(default_factory=dict)  # set since, by object
     untried: list[tuple[str, ast.stmt]] = field(default_factory=list)  # with their files
     made: dict[Any, Call] = field(default_factory=dict)  # what made the result of a graph's node
@@ -99,7 +100,7 @@ class _Frame(Call):
         if is_made and isinstance(node, (ast.Call, ast.BinOp)):
             self.all.made.setdefault(value.grad_fn, self.at(node))
         text = None if node is None else self.all.edits.get(node)
-        return value if text is None else value_with(text, value)
+        return value if text is None else value_with(text, value, self.local, self.place.names)
 
     def at(self, node: Any) -> _Frame:
         return replace(self, other=node)
@@ -142,6 +143,10 @@ class _Frame(Call):
             with suppress(LookupError):  # a result of a call
                 self._assign(node.func.value, copied)
             return result
+        if isinstance(out := named.get("out"), Tensor) and has_no_effects(function):
+            result = function(*args, **named | {"out": out.clone()})
+            self._assign(next(each.value for each in node.keywords if each.arg == "out"), result)
+            return result
         reads = isinstance(of, dict | nn.ModuleDict) and name in ("items", "values", "keys", "get")
         if reads or name in _OF_CTX or self.can_call(node, function):
             return called(function, args, named)
@@ -183,8 +188,11 @@ class _Frame(Call):
         cells = (cell.cell_contents for cell in function.__closure__ or ())
         local = dict(zip(function.__code__.co_freevars, cells, strict=True)) | given.arguments
         frame = _Frame(Place(function.__code__, 0, function.__globals__), local, None, self.all)
-        returned = next(iter(frame.run(function_of(function.__code__).body) or ()), None)
-        if returned is _UNKNOWN:
+        node = function_of(function.__code__)
+        if isinstance(node, ast.Lambda):
+            return frame.value(node.body)
+        returned = next(iter(frame.run(node.body) or ()), None)
+        if returned is _UNKNOWN or not node.body:
             raise LookupError(function)
         return returned
 
@@ -192,7 +200,7 @@ class _Frame(Call):
         """Evaluate statements; return what they return, in a tuple, and None if they do not."""
         for statement in statements:
             text = self.all.edits.get(statement)
-            for each in [statement] if text is None else statements_with(text, statement):
+            for each in [statement] if text is None else _statements_with(text, statement):
                 if time.thread_time() > self.all.until:
                     raise TimeoutError
                 try:
@@ -264,8 +272,9 @@ class _Frame(Call):
                 self._assign(target, self.value(value))
             case ast.AugAssign(target=target, op=op, value=value):
                 before, result = self.value(target), self.value(ast.BinOp(target, op, value))
-                is_tensor = isinstance(before, Tensor)
-                self._assign(target, result.to(before.dtype) if is_tensor else result)
+                if isinstance(before, Tensor):  # which does not hold each result
+                    result = before.clone().zero_().add_(result)
+                self._assign(target, result)
             case ast.If(test=test, body=body, orelse=other):
                 return self.run(body if self.value(test) else other)
             case ast.For(target=target, iter=of, body=body, orelse=[]):
@@ -326,7 +335,7 @@ class _Frame(Call):
         ``is_whole``: also those before it in its block, whose names have values already.
         """
         is_first = True
-        for node, outer in pairwise([self.node or ast.Pass(), *self.around()]):
+        for node, outer in pairwise(self.around()):
             for _, block in ast.iter_fields(outer):
                 if isinstance(block, list) and node in block and isinstance(node, ast.stmt):
                     at = block.index(node)
@@ -342,6 +351,16 @@ class _Frame(Call):
                 left = 1 if is_training else _LEFT
                 items = items[items.index(self.value(outer.target)) + 1 :][:left]
                 yield outer, ast.For(outer.target, ast.Constant(items), outer.body, []), False  # type: ignore[arg-type]
+
+
+def _statements_with(text: str, statement: ast.stmt) -> list[ast.stmt]:
+    """Return an edited statement: with others before it, or in a ``with``."""
+    *before, last = ast.parse(text.replace("{}", "pass")).body
+    inner = copy.copy(statement)  # which no edit replaces again
+    if isinstance(last, ast.With):
+        context = ast.Constant(value_with(ast.unparse(last.items[0].context_expr), None))
+        return [*before, ast.With([ast.withitem(context)], [inner])]
+    return [*before, inner]
 
 
 def _backward(loss: Tensor) -> None:
@@ -391,40 +410,60 @@ def _failure(calls: list[Call], number: int, run: _Run) -> _Fails | None:
 # --- the failing call ---------------------------------------------------------------------------
 
 
+def evaluated(call: Call) -> Call:
+    """Return a call whose values may be results of functions of the user."""
+    return _Frame(call.place, {**call.local}, call.node, _Run({}))
+
+
 def runs(call: Call, edits: Edits, context: str = "") -> bool:
     """Return whether a call runs with edits or in a context, or its backward pass."""
-    run = _Run(edits, time.thread_time() + _SECONDS)
-    frame = _Frame(call.place, {**call.local}, call.node, run)
+    frame = _Frame(call.place, {**call.local}, call.node, _Run(edits))
     with suppress(Exception), value_with(context or "torch.no_grad()", None):
         if isinstance(call, _Frame):
             with torch.enable_grad():
                 _backward(frame.value(call.node))
         elif isinstance(call.node, ast.stmt):
-            frame._done(call.node)
+            text = edits.get(call.node)
+            for each in [call.node] if text is None else _statements_with(text, call.node):
+                frame._done(each)
         else:
             frame.value(call.node)
         return True
     return False
 
 
+def _occurrences(name: str, within: ast.AST) -> Iterator[ast.expr]:
+    """Yield the outermost expressions of a text that code reads, without what it writes to."""
+    for node in ast.iter_child_nodes(within):
+        is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if is_stored and isinstance(node, ast.Subscript):
+            yield from _occurrences(name, ast.Expr(node.slice))
+        if is_stored or getattr(node, "attr", "").endswith("_") or isinstance(node, ast.stmt):
+            continue
+        if isinstance(node, ast.expr) and ast.unparse(node) == name:
+            yield node
+        else:
+            yield from _occurrences(name, node)
+
+
 def casts_of(names: Iterable[str], call: Call, text: str) -> Edits:
-    """Return edits of expressions of a call; of ``h[0]``, those of each part of ``h``."""
-    casts: dict[ast.expr, str] = {}
+    """Return casts of names in a call; of ``h[0]``, of each part; of ``h``, before ``h += 1``."""
+    casts: dict[ast.AST, str] = {}
+    given = call.place.code.co_varnames[: call.place.code.co_argcount]
     for name in names:
         whole, within = name.rpartition("[")[0], call.node or ast.Pass()
-        found = [*occurrences(name, within)]
+        found = [*_occurrences(name, within)]
         casts |= dict.fromkeys(found, text)
-        for node in occurrences(whole, within) if whole and not found else ():
+        for node in _occurrences(whole, within) if whole and not found else ():
             if isinstance(value := call.value(node), (list, tuple)):
                 casts[node] = f"{type(value).__name__}({text.format('each')} for each in {{}})"
+        match within:
+            case ast.AugAssign(ast.Name(id=target)) if target == name and name not in given:
+                casts[within] = f"{name} = {text.format(name)}\n{{}}"
     return casts
 
 
 # --- the order of cures ---------------------------------------------------------------------------
-
-
-def statement_of(call: Call) -> ast.stmt | None:
-    return next((n for n in [call.node, *call.around()] if isinstance(n, ast.stmt)), None)
 
 
 def ordered(
@@ -436,7 +475,7 @@ def ordered(
     cure after which a later line fails is completed: by casts before the line or there, or by a
     context around an outer call.
     """
-    until, tried = time.thread_time() + _SECONDS, list[_Run]()
+    until, tried = _Run({}).until, list[_Run]()
     first, _ = next(_same_failures(calls, user, until), (None, None))
     if first is None:
         return [(cure, _ran(None, user, line)) for cure in cures]
@@ -457,10 +496,10 @@ def ordered(
             if is_out or (failure := fails(cure)) is None:  # its function has been called before
                 good.append(cure)
                 continue
-            what = "this call" if statement_of(failure.call) is statement_of(line) else "it"
+            what = "this call" if failure.call.statement is line.statement else "it"
             failing.append((cure, f"{what} runs (then line {failure.statement.lineno} fails)"))
             better = next((each for each in _wider(cure, line, outer) if not fails(each)), None)
-            if better is None and all(isinstance(node, ast.expr) for node in cure):
+            if better is None and all(isinstance(n, ast.expr) and "{}" in cure[n] for n in cure):
                 better = _completed(cure, failure, fails, dtypes)
             good += [] if better is None else [better]
         for theirs in [context for context in torchs if context.is_here][-1:]:
@@ -473,7 +512,7 @@ def ordered(
 
 def _ran(run: _Run | None, user: Call, line: Call) -> str:
     """Return what ran with a cure, and which later line was not tried; None: only the call ran."""
-    statement, untried = statement_of(line), [] if run is None else run.untried
+    statement, untried = line.statement, [] if run is None else run.untried
     at = (line.place.code.co_filename, getattr(statement, "lineno", 0))  # of a copy, if edited
     is_whole = user is line and line.node in (statement, getattr(statement, "value", None))
     if at in {(file, n.lineno) for file, n in untried} or not (run or is_whole):
@@ -486,7 +525,7 @@ def _ran(run: _Run | None, user: Call, line: Call) -> str:
 
 def differentiated(calls: list[Call], user: Call) -> Call | None:
     """Return the call that made what a failing backward pass cannot differentiate."""
-    made = (each.call for _, each in _same_failures(calls, user, time.thread_time() + _SECONDS))
+    made = (each.call for _, each in _same_failures(calls, user, _Run({}).until))
     return next((call for call in made if not _is_backward(call.node)), None)
 
 
@@ -496,7 +535,7 @@ def _same_failures(calls: list[Call], user: Call, until: float) -> Iterator[tupl
     with suppress(TimeoutError):
         for number in (n for n, call in enumerate(failing) if call.is_users):
             failure = _failure(calls, number, _Run({}, until))
-            if failure and failure.statement in map(statement_of, failing[number:]):
+            if failure and failure.statement in [call.statement for call in failing[number:]]:
                 yield number, failure
 
 
@@ -508,11 +547,11 @@ def _wider(cure: Edits, line: Call, outer: list[Call]) -> Iterator[Edits]:
     """Yield what may replace a cure: a context around outer calls, casts before a line."""
     for text in cure.values():
         if text.startswith("with "):
-            yield from ({statement_of(call): text} for call in outer)
+            yield from ({call.statement: text} for call in outer)
     if all(map(_is_variable, cure)):
         values = {ast.unparse(node): text for node, text in cure.items()}
         values = {name: text.replace("{}", name) for name, text in values.items()}
-        yield {statement_of(line): f"{', '.join(values)} = {', '.join(values.values())}\n{{}}"}
+        yield {line.statement: f"{', '.join(values)} = {', '.join(values.values())}\n{{}}"}
 
 
 def _is_variable(node: Any) -> bool:
@@ -544,7 +583,8 @@ def _completed(
 def _casts(failure: _Fails, dtypes: list[torch.dtype]) -> Iterator[Edits]:
     """Yield casts of one of the tensors of a call, or of all of them, to a dtype."""
     for dtype in dtypes:
-        wrong = [each.name for each in failure.named if each.tensor.dtype is not dtype]
+        others = (each for each in failure.named if each.tensor.dtype is not dtype)
+        wrong = [each.name for each in others if dtype.is_complex or not each.tensor.is_complex()]
         for names in dict.fromkeys([*((name,) for name in wrong), tuple(wrong)]):
             if casts := casts_of(names, failure.call, cast_to(dtype)):
                 yield casts
