@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._gradients import norms
-from halfstep._gradients.norms import ROW, SMALL, largest_magnitudes, sums_of_squares
+from halfstep._gradients import gradients as norms
+from halfstep._gradients.gradients import ROW, SMALL, largest_magnitudes, sums_of_squares
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]
 

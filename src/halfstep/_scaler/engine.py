@@ -17,13 +17,12 @@ from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
 from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
 from halfstep._scaler.iteration import Check, Iteration, Step
 from halfstep._scaler.journal import OBSERVERS, Journal, Plan
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks import Ranks
+from halfstep._scaler.ranks import Alone, Ranks, Together
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import UnusedGradients
 from halfstep.errors import CallOrderError, NothingCheckedError
