@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.train_text import GPT, GPTConfig
 
 from halfstep._common.machine import device_name
-from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
+from halfstep._gradients.gradients import largest_magnitudes, sums_of_squares
 
 GRADIENTS = ("4096x256", "GPT 43M", "1x64M")
 DTYPES = ("float32", "bfloat16", "float16")

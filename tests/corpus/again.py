@@ -19,6 +19,6 @@ norms.append(take_step())
 for name in [name for name in sys.modules if name.partition(".")[0] == "halfstep"]:
     del sys.modules[name]
 norms.append(take_step())
-importlib.reload(sys.modules["halfstep._gradients.norms"])
+importlib.reload(sys.modules["halfstep._gradients.gradients"])
 norms.append(take_step())
 print(*(round(norm(), 4) for norm in norms))

@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 
 from halfstep._gradients.gradients import collect
 from halfstep._scaler import GradScaler, step
-from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.ranks import ALONE
 from halfstep._scaler.scale_state import Dynamic, ScaleState
 
 pytestmark = [

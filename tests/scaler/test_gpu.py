@@ -8,7 +8,7 @@ import torch
 from tests.device import no_waits
 from tests.training import mlp
 
-from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
+from halfstep._gradients.gradients import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale

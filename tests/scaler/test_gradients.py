@@ -11,7 +11,7 @@ from tests.device import DEVICE, seeded
 
 from halfstep._gradients import gradients as collecting
 from halfstep._gradients import scalars
-from halfstep._gradients.norms import clip_coefficient, norms_of, overflows_when_divided
+from halfstep._gradients.gradients import clip_coefficient, norms_of, overflows_when_divided
 
 
 def optimizer_over(*grads: torch.Tensor) -> torch.optim.Optimizer:

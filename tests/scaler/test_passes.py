@@ -19,7 +19,7 @@ from tests.device import DEVICE, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep._gradients import norms
+from halfstep._gradients import gradients as norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
 from halfstep._scaler.clipping import MAX_STEPS

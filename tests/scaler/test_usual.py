@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 
-from halfstep._scaler import GradScaler, engine, step, usual
+from halfstep._scaler import GradScaler, engine, step
 from halfstep._scaler.ranks import REDUCED
 from halfstep.errors import CallOrderError
 
@@ -67,7 +67,7 @@ def test_usual_steps_are_those_of_the_long_road(
     kwargs: Any, event: str, clips: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_plan = loop(GradScaler, kwargs, event, clips)
-    monkeypatch.setattr(usual, "_gather", lambda *_: None)
+    monkeypatch.setattr(step, "_gather_usual", lambda *_: None)
     by_hand = loop(GradScaler, kwargs, event, clips)
     assert_equal(by_plan, by_hand)
     assert sum("taken=False" in line for line in by_plan[-50:]) == 1
@@ -81,7 +81,7 @@ def test_a_loss_of_one_rank_does_not_move_the_scale(
     monkeypatch.setattr(step, "has_process_group", lambda: True)
     monkeypatch.setattr(engine.Engine, "ranks_of", lambda *_: REDUCED)
     by_plan = loop(GradScaler, kwargs, "inf loss", "")
-    monkeypatch.setattr(usual, "_gather", lambda *_: None)
+    monkeypatch.setattr(step, "_gather_usual", lambda *_: None)
     assert_equal(by_plan, loop(GradScaler, kwargs, "inf loss", ""))
     assert "Reason.OVERFLOW" in by_plan[-27]
 
@@ -133,7 +133,7 @@ def test_usual_steps_of_two_optimizers(
     by_plan = adversaries(GradScaler, kwargs, event)
     device_moves = "fused" in kwargs and DEVICE != "cpu"  # the gradients of the critic may wait
     assert counted[23] == (event in ("", "unscale_ of both")) or device_moves
-    monkeypatch.setattr(usual, "_gather", lambda *_: None)
+    monkeypatch.setattr(step, "_gather_usual", lambda *_: None)
     assert_equal(by_plan, adversaries(GradScaler, kwargs, event))
     assert_equal(by_plan, adversaries(torch.amp.GradScaler, kwargs, event))
 

@@ -174,24 +174,11 @@ def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
     return torch.full((), flag, dtype=torch.float32, device=device)
 
 
-def as_float32(value: Scalar, device: torch.device) -> Tensor:
-    """Return a scalar in float32; a finite overflow becomes the largest float32 number."""
-    if isinstance(value, Tensor):
-        return torch.where(value.isfinite(), value.clamp(max=LARGEST_SCALE), value).float()
-    number = min(value, LARGEST_SCALE) if math.isfinite(value) else value
-    return torch.full((), number, dtype=torch.float32, device=device)
-
-
 def reciprocal(scale: Scalar) -> Scalar:
     """Return 1 / scale, rounded once to float32."""
     if not isinstance(scale, Tensor):
         return c_float(1.0 / scale).value
     return reciprocal_of(scale)
-
-
-def root(value: Scalar) -> Scalar:
-    """Return the square root of a number."""
-    return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
 
 
 def to_single(value: Scalar) -> Scalar:

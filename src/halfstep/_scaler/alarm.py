@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,8 +11,8 @@ from halfstep._common.text import warn
 from halfstep._gradients.scalars import checked_count
 from halfstep._scaler.journal import OBSERVERS, Journal
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Culprit, Outcome
-from halfstep._scaler.scale_state import Reason, ScaleState
+from halfstep._scaler.outcome import Culprit
+from halfstep._scaler.scale_state import Reason
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 NUM_NAMED = 5
@@ -171,7 +171,20 @@ class Alarm:
         ]
         # A step at a scale that never was above the floor proves no defect.
         is_proven = state.reached_floor and state.run_scale > state.min_scale
-        self.speak(_report(state, skipped), is_proven=is_proven)
+        # There is no outcome if the script unscaled gradients and did not call step().
+        reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
+        report = SkipReport(
+            skipped_in_a_row=state.skipped_in_a_row,
+            since=state.since,
+            reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons[-1],
+            scale=state.scale,
+            culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
+            optimizers=tuple(outcome.optimizer_name for outcome in skipped),
+            rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
+            is_diagnosing=any(observer.is_diagnosing for observer in OBSERVERS),
+            num_skipped=state.num_skipped,
+        )
+        self.speak(report, is_proven=is_proven)
 
     def note(self, skipped_in_a_row: int, depth: int) -> bool:
         """Note an iteration; return whether the alarm is due.
@@ -211,19 +224,3 @@ class Alarm:
             new = [line for key, part in parts.items() if key not in self._said for line in part]
             self._said.update(parts)
             warn("\n".join([head, *new]), SkippedStepsWarning)
-
-
-def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
-    # There is no outcome if the script unscaled gradients and did not call step().
-    reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
-    return SkipReport(
-        skipped_in_a_row=state.skipped_in_a_row,
-        since=state.since,
-        reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons[-1],
-        scale=state.scale,
-        culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
-        optimizers=tuple(outcome.optimizer_name for outcome in skipped),
-        rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
-        is_diagnosing=any(observer.is_diagnosing for observer in OBSERVERS),
-        num_skipped=state.num_skipped,
-    )

@@ -10,11 +10,11 @@ import torch
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, split_closure, with_closure
 from halfstep._scaler import clipping
-from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import Engine, scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.ranks import ALONE
 from halfstep._scaler.scale_state import ScaleState, Static
 from halfstep._scaler.step import clip_coefficient_of, measure, multiply_
 from halfstep.errors import RanksError

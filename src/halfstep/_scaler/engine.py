@@ -17,13 +17,12 @@ from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
 from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
 from halfstep._scaler.iteration import Check, Iteration, Step
 from halfstep._scaler.journal import OBSERVERS, Journal, Plan
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks import Ranks
+from halfstep._scaler.ranks import Alone, Ranks, Together
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import UnusedGradients
 from halfstep.errors import CallOrderError, NothingCheckedError
@@ -181,14 +180,17 @@ class Engine:
             return False
         scale = self.loss_scale
         found, later = list[Tensor](), list[Tensor]()  # what only the device knows
-        for _, step in self.usual.values():
+        for plan, step in self.usual.values():
             own, look = step.own, step.look
             assert own is not None
             if isinstance(step.skip, Tensor) and len(self.journal.plans) == 1:
                 found += own.found_here.values()
                 later += [] if look is None else look.found_here.values()
-            # Another optimizer may have unused gradients; and its step may write to the flag.
-            elif step.stage is OptState.UNSCALED or own.on_host(scale.is_here) is not False:
+            # Another optimizer may have unused gradients.
+            elif step.stage is OptState.UNSCALED or isinstance(step.skip, Tensor):
+                return False
+            # A plain step has read its flag. A fused optimizer has it, and may have written to it.
+            if plan.is_fused and not found and any(map(Tensor.item, own.found_here.values())):
                 return False
         if found:
             scale.update(found, later)

@@ -116,10 +116,9 @@ class GuardScaler(GradScaler):
             process_group=process_group,
         )
         self._alarm = _Alarm(1, on_skips)
-        self._alarm._said = SAID
 
 
-SAID: set[object] = set()
+_SAID: set[object] = set()
 """What the guards of this process have warned of: a script may make an optimizer for each task."""
 
 
@@ -127,6 +126,10 @@ class _Alarm(Alarm):
     """An alarm about every skipped step; it warns of the 1st, 2nd, 4th, 8th, ... only."""
 
     _num = _num_reported = 0  # of skipped steps, as far as the host knows
+
+    def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
+        super().__init__(max_consecutive_skips, on_skips)
+        self._said = _SAID
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
         self._num = scale.state.num_skipped

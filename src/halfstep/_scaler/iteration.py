@@ -18,14 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep._common.numbers import things
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Flags, Gradients, parameters
-from halfstep._gradients.norms import Norms
+from halfstep._gradients.gradients import NONE, Flags, Gradients, Norms, parameters
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler.agreement import ALONE, Agreement, Alone, Together
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.ranks import ALONE, Agreement, Alone, Together
 from halfstep.errors import NothingCheckedError
 
 

@@ -19,9 +19,9 @@ from halfstep._gradients.optimizers import (
     name,
 )
 from halfstep._pytorch.distributed import key_of
-from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.clipping import EarlyClipping
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
+from halfstep._scaler.ranks import Alone, Together
 from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power, things
-from halfstep._gradients.gradients import Gradients, collect, grad_of, is_as_seen
-from halfstep._gradients.norms import Norms, norms_of
+from halfstep._gradients.gradients import Norms, collect, grad_of, is_as_seen, norms_of
 from halfstep._gradients.optimizers import Names, writes_unscaled
 from halfstep._gradients.scalars import Scalar, round_to_float32
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import Snapshot, state_of
+from halfstep._scaler.ranks import Agreement
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep.errors import CallOrderError
 
@@ -99,21 +98,6 @@ class Culprit:
             f"{self.name}: {' and '.join(bad)} of {things(self.num_entries, 'entry', 'entries')}, "
             f"largest finite magnitude {self.amax:.3g}"
         )
-
-
-@torch.no_grad()
-def culprits(gradients: Gradients, names: Iterable[str]) -> list[Culprit]:
-    """Count inf and NaN in every gradient. Slow and with syncs: only for messages."""
-    found = []
-    for name, values in zip(names, gradients.values, strict=True):
-        finite = values.isfinite()
-        num_bad = values.numel() - int(finite.sum())
-        if num_bad:
-            num_nan = int(values.isnan().sum())
-            magnitudes = values.abs().where(finite, 0)
-            amax = magnitudes.max().item()
-            found.append(Culprit(name, num_bad - num_nan, num_nan, values.numel(), amax))
-    return found
 
 
 class Outcome:
@@ -288,12 +272,23 @@ class Outcome:
         pairs = zip(params, norms, strict=True)
         return [param for param, norm in pairs if not math.isfinite(norm)]
 
+    @torch.no_grad()
     def find_culprits(self) -> list[Culprit]:
-        """Count inf and NaN in the current gradients; return only names if these are gone."""
+        """Count inf and NaN in the current gradients; return only names if these are gone.
+
+        Slow and with syncs: only for messages.
+        """
         if self._kept is None:
             return []
-        gradients = collect(self._kept[0])
-        found = culprits(gradients, self._names.of(gradients.params, self._optimizer()))
+        gradients, found = collect(self._kept[0]), []
+        names = self._names.of(gradients.params, self._optimizer())
+        for name, values in zip(names, gradients.values, strict=True):
+            finite = values.isfinite()
+            num_bad = values.numel() - int(finite.sum())
+            if num_bad:
+                num_nan = int(values.isnan().sum())
+                amax = values.abs().where(finite, 0).max().item()
+                found.append(Culprit(name, num_bad - num_nan, num_nan, values.numel(), amax))
         try:
             return found or [Culprit(name) for name in self.culprits]
         except CallOrderError:

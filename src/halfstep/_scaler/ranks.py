@@ -1,30 +1,391 @@
-"""The ranks that decide a step together, and the layout of their parameters."""
+"""The ranks that decide a step together, and their agreement: one max-reduction of findings.
+
+The vector is int32. A float32 number is sent as its bits, which have the same order for
+non-negative numbers. A number that must be equal on all ranks is sent twice, once negated: if it is
+equal, the two maxima are opposites.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import ref
 
+import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep._common.numbers import at_steps, step_list
+from halfstep._common.numbers import at_steps, power, step_list, things
+from halfstep._gradients.gradients import Flags, Gradients, Norms
+from halfstep._gradients.scalars import (
+    Scalar,
+    any_of,
+    float32_from_bits,
+    scalar,
+)
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import (
+    exchange_device,
     has_comm_hook,
     has_ranks,
     is_dtensor,
     key_of,
+    may_end_early,
     reduced_by,
+    spec_of,
+    world,
 )
-from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, ranks_of
-from halfstep.errors import RanksError
+from halfstep._scaler.loss_scale import LossScale
+from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, ReduceOp
     from torch.distributed.device_mesh import DeviceMesh
+
+CHECK_EVERY = 100
+"""Interval, in steps, of comparisons that would cost a sync each time."""
+
+FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
+NUM_FIRST, NUM_SAME = 4, 4
+"""After the first four come the numbers that must be equal on all ranks, twice."""
+
+
+# --- groups of ranks ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A set of ranks."""
+
+    parts: tuple[ProcessGroup, ...]
+    """Process groups; reducing over each in turn reduces over all ranks."""
+    ranks: tuple[int, ...]
+    """The global ranks, in ascending order."""
+
+    @classmethod
+    def world(cls) -> Group:
+        return cls.of(world())
+
+    @classmethod
+    def of(cls, process_group: ProcessGroup) -> Group:
+        ranks = distributed.get_process_group_ranks(process_group)
+        return cls((process_group,), tuple(sorted(ranks)))
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Group:
+        """Return the ranks of a mesh, as one process group if one exists for them."""
+        ranks = ranks_of(mesh)
+        if len(ranks) == distributed.get_world_size():
+            return cls.world()
+        return cls(tuple(mesh.get_group(dim) for dim in range(mesh.ndim)), ranks)
+
+    @cached_property
+    def place(self) -> int:
+        """The index of this rank in the group."""
+        return self.ranks.index(distributed.get_rank())
+
+    @property
+    def device(self) -> torch.device:
+        """The device for exchanging tensors, of the same type on all ranks."""
+        return exchange_device(self.parts[0])
+
+
+class Reduction:
+    """An all-reduce in flight, in place, of values on the device of a group.
+
+    ``purpose`` starts error messages, for example ``step(SGD): found_inf``.
+    """
+
+    def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
+        self._group, self._values, self._op, self._purpose = group, values, op, purpose
+        self._error: RanksError | None = None
+        with self._explained():
+            self._work = distributed.all_reduce(values, op, group.parts[0], async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the reduced values; call it once. Sync: none, except on the CPU."""
+        if self._error is not None:
+            raise self._error
+        with self._explained():
+            self._work.wait()
+            for part in self._group.parts[1:]:
+                distributed.all_reduce(self._values, self._op, part)
+        return self._values
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            first_line = str(error).strip().split("\n")[0]
+            rank = distributed.get_rank()
+            others = [other for other in self._group.ranks if other != rank]
+            self._error = RanksError(
+                f"{self._purpose}: rank {rank} waited for {at_steps(others, 'rank')}, and the "
+                f"all-reduce of {self._values.numel()} numbers failed: {first_line}\n"
+                "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
+                "step() in the same order, and of a GradScaler unscale_() and update() too, also "
+                "those without a loss or without gradients.\n"
+                "Cure: read what the other ranks printed last; the first error is the cause."
+            )
+            raise self._error from error
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+@dataclass(eq=False)
+class Layout:
+    """The layout of one optimizer's parameters over the ranks."""
+
+    group: Group
+    """The ranks that decide its steps."""
+    sharing: Group | None
+    """The union of the ranks of its DTensors; None without any."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """By id of a plain parameter: the number of ranks that have the same gradient."""
+    wrappers: list[ref[DistributedDataParallel]] = field(default_factory=list)
+    """Those that reduce its plain parameters."""
+
+    # By the id of a spec, together with the spec, so that the id is not reused.
+    _by_spec: dict[int, tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_sharing(self) -> int:
+        """Number of ranks that hold a part or a copy of the same parameters."""
+        return 1 if self.sharing is None else len(self.sharing.ranks)
+
+    def require_all_ranks(self, call: str) -> None:
+        """Raise if some ranks may have left ``join()``, and would not take part in a collective."""
+        for wrapper in self.wrappers:
+            module = wrapper()
+            if module is not None and may_end_early(module):
+                raise RanksError(
+                    f"{call}: inside join(), ranks without batches take no steps, but all ranks "
+                    "decide together (process_group=, or a communication hook). Their collectives "
+                    "would not match, which can abort the process.\n"
+                    "Cure: give all ranks equally many batches, or end the epoch on all of them: "
+                    "model.join(throw_on_early_termination=True), and catch its RuntimeError; or "
+                    "let each rank decide by its averaged gradients: process_group='local'. If "
+                    "join() is over, tell PyTorch: with model.join(enable=False): pass"
+                )
+
+    def shares(self, gradients: Gradients) -> list[float]:
+        """Return for each gradient 1 / (number of ranks in the group that have the same one).
+
+        Empty if each gradient exists only on this rank.
+        """
+        if self.sharing is None and not self.copies:
+            return []
+        pairs = zip(gradients.params, gradients.grads, strict=True)
+        shares = [self._share(param, grad) for param, grad in pairs]
+        return shares if any(share != 1.0 for share in shares) else []
+
+    def _share(self, param: Tensor, grad: Tensor) -> float:
+        spec = spec_of(grad)
+        if spec is None:
+            # A plain parameter beside DTensors is one that tensor parallelism did not shard.
+            return 1.0 / max(self.copies.get(id(param), 1), self.num_sharing)
+        if spec is not spec_of(param):
+            return 1.0 / self._copies_of(grad)  # created for this gradient only
+        known = self._by_spec.get(id(spec))
+        if known is None:
+            known = self._by_spec[id(spec)] = spec, 1.0 / self._copies_of(grad)
+        return known[1]
+
+    def _copies_of(self, dtensor: Any) -> float:
+        mesh = dtensor.device_mesh
+        copies: int = math.prod(
+            mesh.size(dim)
+            for dim, placement in enumerate(dtensor.placements)
+            if placement.is_replicate()
+        )
+        # A DTensor on a part of the other DTensors' mesh is replicated on the other parts.
+        num_ranks: int = mesh.size()
+        return copies * self.num_sharing / num_ranks
+
+
+# --- who decides ----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Alone:
+    """The decision of one rank: it is the only one, or the other ranks have the same gradients."""
+
+    sees_all_losses: bool = True
+    """Whether this rank knows all losses; if not, its bad losses must not affect the scale."""
+
+    is_together: ClassVar[Literal[False]] = False
+
+    def agree_on(self, scale: LossScale, found: Flags, *, has_gradients: bool = True) -> None:
+        """Return None: what this rank has found holds. The methods are those of `Together`."""
+        if not self.sees_all_losses:
+            scale.agree_on_loss(None)
+
+
+ALONE = Alone()
+
+
+class Together:
+    """The joint decision of several ranks.
+
+    ``next_number`` returns the number of earlier agreements of this scaler, equal on all ranks.
+    """
+
+    is_together: Literal[True] = True
+
+    def __init__(
+        self, layout: Layout, call: str, has_scale: bool, next_number: Callable[[], int]
+    ) -> None:
+        self.group, self._layout, self.call = layout.group, layout, call
+        self.has_scale, self.next_number = has_scale, next_number
+
+    def agree_on(self, scale: LossScale, found: Flags, *, has_gradients: bool = True) -> Agreement:
+        """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
+
+        ``has_gradients``: whether this check or an earlier one has gradients.
+        """
+        return Agreement(self, scale, found, has_gradients)
+
+    def start_norm(
+        self, norms: Norms, gradients: Gradients, device: torch.device
+    ) -> Callable[[], Scalar]:
+        """Start the sum of squares over all ranks; return a function that returns it.
+
+        Sync: none; on the CPU the returned function waits for the other ranks.
+        """
+        squares = norms.sum_of_squares(device, self._layout.shares(gradients)).reshape(1)
+        values, purpose = to_device(squares, self.group.device), f"{self.call}: the norm"
+        reduction = Reduction(self.group, values, distributed.ReduceOp.SUM, purpose)
+        return lambda: scalar(to_device(reduction.wait(), device)[0])
+
+
+class Agreement:
+    """The combined result of all ranks, while it is reduced.
+
+    Sync: none, except :meth:`verify`; on the CPU the first access waits for the other ranks.
+    """
+
+    def __init__(
+        self, ranks: Together, scale: LossScale, found: Flags, has_gradients: bool
+    ) -> None:
+        self._ranks, self._loss_scale = ranks, scale
+        self._has_gradients = has_gradients
+        self._number = ranks.next_number()
+        values = _values(ranks, scale, found, has_gradients)
+        self._reduction: Reduction | None = Reduction(
+            ranks.group, values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
+        )
+        self._vector: Tensor
+
+    def vector(self) -> Tensor:
+        """Return the maximum over the ranks, and pass the loss flag of all ranks to the scale."""
+        if self._reduction is not None:
+            values = self._reduction.wait()
+            self._reduction = None
+            self._vector = to_device(values, self._loss_scale.tensor.device)
+            self._loss_scale.agree_on_loss(self._vector[BAD_LOSS] > 0)
+        return self._vector
+
+    def found_inf(self) -> Tensor:
+        return self.vector()[FOUND].clamp(max=1).float()
+
+    def first_rank(self) -> int | None:
+        """Return the first rank whose loss was bad, otherwise the first with inf or NaN. Sync: one.
+
+        It cannot be derived from the summed gradients.
+        """
+        found, bad_loss = self.vector()[[FOUND, BAD_LOSS]].tolist()
+        code = found and (bad_loss or found)
+        ranks = self._ranks.group.ranks
+        return ranks[len(ranks) - code] if code else None
+
+    def verify(self) -> None:
+        """Raise if the ranks cannot continue together; checked only now and then.
+
+        For steps that do not wait for the device: every CHECK_EVERY of them, and each step of a
+        rank that cannot know whether any rank has work. Sync: one, when it checks.
+        """
+        is_due = self._number % CHECK_EVERY == 0
+        # A rank that has both knows that there is work. Otherwise it checks; if no rank has, all
+        # check.
+        if is_due or not (self._has_gradients and self._ranks.has_scale):
+            values = self.vector().tolist()
+            self._require_work(values)
+            if is_due:
+                self._require_same(values)
+
+    def require(self, values: list[int]) -> None:
+        """Raise on all ranks if they cannot continue; ``values`` is :meth:`vector` on the host."""
+        self._require_work(values)
+        self._require_same(values)
+
+    def _require_work(self, values: list[int]) -> None:
+        if not values[HAS_SCALE]:
+            raise CallOrderError(
+                f"{self._ranks.call} before scale(): no rank has scaled a loss by this GradScaler "
+                "yet. Call scaler.scale(loss).backward() first, on the ranks that have the loss"
+            )
+        if not values[HAS_GRADIENTS]:
+            raise CallOrderError(
+                f"{self._ranks.call}: no rank has a gradient. Call backward() before it and "
+                "zero_grad() after it, or leave it out on all ranks"
+            )
+
+    def _require_same(self, values: list[int]) -> None:
+        largest = values[NUM_FIRST : NUM_FIRST + NUM_SAME]
+        least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
+        if largest != least:
+            group = self._ranks.group
+            raise RanksError(
+                f"{self._ranks.call}: the ranks disagree on the scale, and no step was taken:\n"
+                f"  rank {group.ranks[group.place]}: {describe(self._loss_scale.counters())}\n"
+                f"  the least numbers of all ranks: {describe(least)}\n"
+                f"  the largest: {describe(largest)}\n"
+                "Cause: a checkpoint or update(new_scale=...) on some ranks only, another "
+                "init_scale or schedule, or calls of the scaler that some ranks leave out.\n"
+                "Cure: load the same state on all ranks; update(new_scale=...) with one number on "
+                "all of them sets the scale, and load_state_dict() the counters too."
+            )
+
+
+def _values(ranks: Together, scale: LossScale, found_here: Flags, has_gradients: bool) -> Tensor:
+    """Return this rank's findings for the others, an int32 vector. Sync: none."""
+    group, device = ranks.group, scale.device
+    found = any_of(found_here.values(), device) if found_here else torch.zeros((), device=device)
+    # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
+    flags = torch.stack([found, scale.loss_flag()])
+    first, is_bad = (flags * (len(group.ranks) - group.place)).int()
+    known = _known(has_gradients, ranks.has_scale, device)
+    counters = to_device(torch.tensor(scale.counters(), dtype=torch.int32), device)
+    head = torch.cat([torch.stack([first, is_bad]), known])
+    return to_device(torch.cat([head, counters, -counters]), group.device)
+
+
+@cache
+def _known(has_gradients: bool, has_scale: bool, device: torch.device) -> Tensor:
+    """Return values known on the host, int32 ``[2]``, on the device; cached to copy them once."""
+    return torch.tensor([has_gradients, has_scale], dtype=torch.int32).to(device)
+
+
+def describe(row: Sequence[int]) -> str:
+    """Format the result of ``LossScale.counters`` for a message."""
+    scale, tracker, taken, skipped = row
+    return (
+        f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, "
+        f"{things(taken, 'step')} taken, {skipped} skipped"
+    )
+
+
+# --- which ranks ----------------------------------------------------------------------------------
 
 CURE = (
     "Cure: say which ranks step together: "

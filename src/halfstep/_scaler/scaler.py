@@ -25,7 +25,7 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler import clipping, disabled, step, torch_amp, usual
+from halfstep._scaler import clipping, disabled, step, torch_amp
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.journal import THIS_THREAD
@@ -173,7 +173,7 @@ class GradScaler(TorchAttributes):
         if not self._is_enabled:
             return
         is_overridden = "_unscale_grads_" in self._overridden()
-        if not is_overridden and usual.unscale_(self._engine, optimizer):
+        if not is_overridden and step.unscale_usual(self._engine, optimizer):
             return
         require_optimizer("unscale_", optimizer)
         if is_overridden:
@@ -229,8 +229,8 @@ class GradScaler(TorchAttributes):
         try:
             is_valid = max_norm is None or (type(max_norm) is float and max_norm >= 0.0)
             if is_valid and not (args or kwargs or overridden):
-                result = usual.take(self._engine, optimizer, max_norm)
-                if result is not usual.NOT_USUAL:
+                result = step.take_usual(self._engine, optimizer, max_norm)
+                if result is not step.NOT_USUAL:
                     return result
             require_optimizer("step", optimizer)
             if not is_valid:

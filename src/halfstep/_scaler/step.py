@@ -1,4 +1,9 @@
-"""One step of one optimizer: gather, check, agree, decide, take, remember.
+"""One step of one optimizer: gather, check, agree, decide, take, remember; and the usual step.
+
+Usual is one step of an optimizer in an iteration, also after ``unscale_``, whose first steps are
+over, at a scale that only counts, or that the device moves. Several share no parameters. It goes by
+a plan that is made once. Anything else takes the long road, and so does a usual step that finds inf
+or NaN, from there on. Both give the same numbers, bit for bit.
 
 G is one read or one write of all gradients. The cost before the optimizer's own work:
 
@@ -21,7 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from operator import is_
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,20 +38,19 @@ from halfstep._gradients.gradients import (
     NONE,
     Flags,
     Gradients,
-    collect,
-    parameters,
-    refuse_float16,
-)
-from halfstep._gradients.norms import (
+    Norms,
     clip_coefficient,
+    collect,
+    grad_of,
     largest,
     norms_of,
     overflows_when_divided,
+    parameters,
+    refuse_float16,
 )
-from halfstep._gradients.optimizers import name, step_with_scale
-from halfstep._gradients.scalars import Scalar
-from halfstep._pytorch.distributed import has_process_group
-from halfstep._scaler.agreement import ALONE
+from halfstep._gradients.optimizers import HANDLES_SCALE, name, step_with_scale
+from halfstep._gradients.scalars import Scalar, any_of, reciprocal
+from halfstep._pytorch.distributed import has_process_group, key_of
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
     STAGES,
@@ -57,8 +62,213 @@ from halfstep._scaler.iteration import (
     nothing_checked,
 )
 from halfstep._scaler.journal import Plan
+from halfstep._scaler.loss_scale import Snapshot
 from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.ranks import ALONE
 from halfstep.errors import CallOrderError, RanksError
+
+NOT_USUAL = object()
+_Found: TypeAlias = tuple[Plan, Snapshot, Gradients]
+USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
+
+
+def unscale_usual(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+    """Divide gradients by the scale; return False, with nothing done, if that is not usual.
+
+    Sync: none.
+    """
+    found = None if id(optimizer) in engine.usual else _gather_usual(engine, optimizer)
+    if found is None:
+        return False
+    _keep(engine, found[0], _checked_usual(engine, optimizer, found, OptState.UNSCALED, None))
+    return True
+
+
+def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
+    """Take a usual step; return ``NOT_USUAL``, with nothing done, if it is not one.
+
+    Sync: one on an accelerator, none for an optimizer that handles the scale itself.
+    """
+    found = _gather_usual(engine, optimizer)
+    if found is None:
+        return NOT_USUAL
+    plan, before, gradients = found
+    unscaled = engine.usual.get(id(optimizer))
+    if unscaled is None:
+        step = _checked_usual(engine, optimizer, found, OptState.STEPPED, max_norm)
+    elif max_norm is None:
+        step = _checked_again(engine, *unscaled)
+    else:
+        return NOT_USUAL
+    loss_scale, is_fused, make_step = engine.loss_scale, plan.is_fused, optimizer.step
+    norm = None if step.norms is None or max_norm is None else step.norms.norm
+    is_written = False
+    if not (loss_scale.is_here or is_fused):
+        step, norm = read(step, norm)
+        is_written = loss_scale.snapshot() != before  # existing code has written another scale
+        if is_written and unscaled is None:
+            if step.multiplier is None:
+                gradients.multiply_(before[0].scale)  # type: ignore[index]
+            return NOT_USUAL
+    if is_written or not (isinstance(step.skip, Tensor) or step.skip == 0.0):
+        step = _on_long_road(step, unscaled)
+        return finish(engine, plan, make_step, step, max_norm, is_fused=is_fused)
+    try:
+        coefficient = None
+        if norm is not None and max_norm is not None:
+            coefficient = clip_coefficient(norm, max_norm, step.norms.found_inf)  # type: ignore[union-attr]
+        if is_fused:
+            result = step_fused(make_step, step, coefficient)
+        else:
+            step = step if coefficient is None else multiply_(step, coefficient)
+            result = make_step()
+    except BaseException as error:
+        failed(engine, plan, _on_long_road(step, unscaled), error)
+        raise
+    if isinstance(step.skip, Tensor):  # only the device knows
+        plan.ranks.agree_on(loss_scale, {})
+        if engine.buffers.watched:
+            engine.buffers.restore(step.skip)
+    # Who writes to a shared gradient from now on has it checked again.
+    _keep(engine, plan, step)
+    engine.journal.add(plan, Outcome(step, engine.names, is_fused, plan.versions))
+    return result
+
+
+def _keep(engine: Engine, plan: Plan, step: Step) -> None:
+    """Record a usual call, for the long road and for ``update``."""
+    plan.versions = step.gradients.versions()
+    engine.usual[id(step.optimizer)] = plan, step
+
+
+def _clean(engine: Engine, norms: Norms | None = None) -> Check:
+    """Return a check with what the norms have found, else flags of 0; a device makes its own."""
+    device = engine.loss_scale.device
+    if norms is not None and (norms.found_inf is not None or not math.isfinite(norms.squares)):
+        return Check({device: norms.flag(device)})
+    if engine.clean:
+        return engine.clean.pop()
+    if not engine.loss_scale.is_here:
+        return Check({})
+    with torch.inference_mode(False):
+        return Check({device: torch.zeros((), dtype=torch.float32, device=device)})
+
+
+def _checked_usual(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    found: _Found,
+    stage: OptState,
+    max_norm: float | None,
+) -> Step:
+    """Return the step of scaled gradients, which are checked.
+
+    They are also divided, unless an optimizer handles the scale or will be given the norm, too.
+    """
+    plan, before, gradients = found
+    loss_scale, device, norms = engine.loss_scale, engine.loss_scale.device, None
+    is_fused = plan.is_fused and stage is OptState.STEPPED
+    # Will the host have read the scale, and so whether existing code has written another one?
+    is_known = loss_scale.is_here or not (plan.is_fused or stage is OptState.UNSCALED)
+    scale: Scalar = loss_scale.tensor
+    if is_known or is_fused:
+        scale = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
+    multiplier: Scalar | None = scale
+    if is_fused and plan.is_measured_fast is None:
+        plan.is_measured_fast = gradients.is_measured_fast()
+    if max_norm is not None or (is_fused and plan.is_measured_fast):
+        norms = norms_of(gradients, scale, device)
+        own = _clean(engine, norms)
+    else:
+        own = _clean(engine)
+        if is_fused:
+            gradients.check(own.found_here)
+        else:
+            factor = loss_scale.inverse if is_known else reciprocal(scale)
+            gradients.multiply_(factor, flags=own.found_here)
+            multiplier = None
+    flag = own.found_here[device]
+    return Step(
+        optimizer,
+        loss_scale,
+        gradients,
+        scale if stage is OptState.STEPPED else None,
+        multiplier,
+        own=own,
+        norms=norms,
+        ranks=plan.ranks,
+        stage=stage,
+        num_losses=engine.current.num_losses,
+        skip=flag.item() if loss_scale.is_here else flag,
+    )
+
+
+def _checked_again(engine: Engine, plan: Plan, step: Step) -> Step:
+    """Return the step of gradients that ``unscale_`` has divided; check what was written since."""
+    device, is_here, written = step.loss_scale.device, step.loss_scale.is_here, step.gradients
+    if is_here and not has_process_group():
+        written = written.written_since(plan.versions)
+    if not written.grads:
+        return step._replace(stage=OptState.STEPPED)
+    if written.is_measured_fast():
+        look = _clean(engine, norms_of(written, None, device))
+    else:
+        look = _clean(engine)
+        written.check(look.found_here)
+    flag, later = step.skip, look.found_here[device]
+    assert flag is not None
+    skip: Scalar = later
+    if not isinstance(flag, Tensor):
+        skip = max(flag, later.item())
+    elif plan.is_fused:
+        skip = any_of([flag, later], device)
+    return step._replace(look=look, stage=OptState.STEPPED, skip=skip, found_inf=flag)
+
+
+def _on_long_road(step: Step, unscaled: tuple[Plan, Step] | None) -> Step:
+    """Return what the long road goes on from: what ``unscale_`` has found came earlier."""
+    step.ranks.agree_on(step.loss_scale, {})
+    return step if unscaled is None else step._replace(own=None, earlier=step.checks)
+
+
+def _gather_usual(engine: Engine, optimizer: torch.optim.Optimizer) -> _Found | None:
+    """Return the plan, the state and the gradients of a usual step; None if it is not one."""
+    plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
+    if plan is None or plan.key is None or not engine.is_usual:
+        return None
+    before = loss_scale.calm(is_fused=plan.is_fused)
+    if before is None:
+        return None
+    for other, _ in engine.usual.values():
+        is_apart = other.key is not None and plan.param_ids.isdisjoint(other.param_ids)
+        if not is_apart and other is not plan:
+            return None
+    params: list[Tensor] = []
+    is_fused = plan.is_fused
+    for group in optimizer.param_groups:
+        params += group["params"]
+        is_fused = is_fused and group.get("fused", True)
+    flag = getattr(optimizer, HANDLES_SCALE, None)
+    if is_fused is not plan.is_fused or flag is not plan.flag or key_of(params) != plan.key:
+        plan.key = None  # it was made for other groups
+        return None
+    if engine.unused.by_param and not engine.unused.are_gone(params):
+        return None
+    known = engine.usual.get(id(optimizer))
+    if known is not None:
+        gradients = known[1].gradients
+        grads = [grad for grad in map(grad_of, params) if grad is not None]
+        is_same = len(grads) == len(gradients.grads) and all(map(is_, grads, gradients.grads))
+        is_unscaled = known[1].stage is OptState.UNSCALED
+        return (plan, before, gradients) if is_same and is_unscaled else None
+    gradients = collect(params)
+    for device, dtype in gradients.by_kind:
+        if device != loss_scale.device or dtype not in USUAL_DTYPES:
+            return None
+    return (plan, before, gradients) if gradients.grads else None
+
+
+# --- the long road --------------------------------------------------------------------------------
 
 
 def take(
@@ -310,7 +520,7 @@ def measure(step: Step) -> Step:
         return step
     device, multiplier, ranks = step.loss_scale.device, step.multiplier, step.ranks
     needs_own = multiplier is not None or not ranks.is_together
-    norms = norms_of(step.gradients, multiplier, device if needs_own else None)
+    norms = _norms(step, device if needs_own else None)
     finish = ranks.start_norm(norms, step.gradients, device) if ranks.is_together else None
     # The flags of the other ranks are reduced at the same time as their norms.
     own = None if multiplier is None else _joined_check(step, [norms.flag(device)])
@@ -322,6 +532,11 @@ def measure(step: Step) -> Step:
     if step.is_first:
         own.first = norms.norm, largest(step.gradients, multiplier, device)
     return step._replace(norms=norms, own=own)
+
+
+def _norms(step: Step, device: torch.device | None) -> Norms:
+    # A clipped norm of the first steps is compared with a limit: it has to be exact.
+    return norms_of(step.gradients, step.multiplier, device, may_overflow=not step.is_first)
 
 
 def _joined_check(step: Step, found: list[Tensor]) -> Check:
@@ -464,7 +679,8 @@ def remember(
         scale, measured = step.loss_scale, None
         if len(step.checks) == 1 and step.checks[0].first is not None:
             norm, amax = step.checks[0].first
-            measured = scalars.as_float32(norm, scale.device), amax, scale.tensor
+            norm = scalars.as_tensor(scalars.to_single(norm), scale.device)
+            measured = norm, amax, scale.tensor
         plan.early_clipping.see(optimizer, measured)
 
 
@@ -475,6 +691,6 @@ def remember_failure(iteration: Iteration, step: Step) -> None:
     elif step.own is not None and (
         # Do they have the values that were measured? Via repr, since NaN != NaN.
         step.norms is None
-        or repr(step.norms.unscaled()) != repr(norms_of(step.gradients, step.multiplier).unscaled())
+        or repr(step.norms.unscaled()) != repr(_norms(step, step.loss_scale.device).unscaled())
     ):
         iteration.ledger.doubt(step.gradients)

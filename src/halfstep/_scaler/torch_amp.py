@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Flags, collect, parameters
-from halfstep._gradients.norms import overflows_when_divided
+from halfstep._gradients.gradients import NONE, Flags, collect, overflows_when_divided, parameters
 from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs

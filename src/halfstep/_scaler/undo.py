@@ -86,7 +86,8 @@ def step_with_closure(
     def use() -> None:
         """Unscale, check and clip the gradients; leave the step if they are not usable."""
         nonlocal used
-        used = _checked(engine, optimizer, max_norm)
+        step = gather(engine, "step", optimizer, parameters(optimizer), needs_one=True)
+        used = read(examine(engine, step, max_norm, is_fused=False).decide())[0]
         if used.skip:
             raise UnusableEvaluationError
         used = multiply_(used, clip_coefficient_of(used, max_norm))
@@ -161,13 +162,6 @@ def step_with_closure(
     return result
 
 
-def _checked(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Step:
-    """Return the step with the present gradients, checked and decided. Sync: one."""
-    params = parameters(optimizer)
-    step = gather(engine, "step", optimizer, params, needs_one=True)
-    return read(examine(engine, step, max_norm, is_fused=False).decide())[0]
-
-
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for param in parameters(optimizer):
         param.grad = None
@@ -213,8 +207,11 @@ class Backup:
     def __init__(
         self, tensors: Iterable[Tensor], dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]
     ) -> None:
+        # An expanded tensor cannot be written to, so it has not changed.
         self._values = [
-            (tensor, tensor.detach().clone()) for tensor in tensors if _is_writable(tensor)
+            (tensor, tensor.detach().clone())
+            for tensor in tensors
+            if tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2
         ]
         self._dicts = list(dicts)
 
@@ -245,8 +242,3 @@ def backup_of(optimizer: torch.optim.Optimizer) -> Backup:
         params,
         [(each, {key: copy.deepcopy(value, memo) for key, value in each.items()}) for each in held],
     )
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    # An expanded tensor cannot be written to, so it has not changed.
-    return tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2

@@ -22,8 +22,7 @@ from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
 from halfstep._common.text import warn
-from halfstep._gradients.gradients import collect, parameters
-from halfstep._gradients.norms import norms_of
+from halfstep._gradients.gradients import collect, norms_of, parameters
 from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
