@@ -115,10 +115,10 @@ class GuardScaler(GradScaler):
             module=module,
             process_group=process_group,
         )
-        self._alarm = _Alarm(1, on_skips)
+        self._alarm = _Alarm(on_skips)
 
 
-_SAID: set[object] = set()
+SAID: set[object] = set()
 """What the guards of this process have warned of: a script may make an optimizer for each task."""
 
 
@@ -127,9 +127,9 @@ class _Alarm(Alarm):
 
     _num = _num_reported = 0  # of skipped steps, as far as the host knows
 
-    def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
-        super().__init__(max_consecutive_skips, on_skips)
-        self._said = _SAID
+    def __init__(self, on_skips: OnSkips) -> None:
+        super().__init__(1, on_skips)
+        self._said = SAID
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
         self._num = scale.state.num_skipped
