@@ -11,7 +11,7 @@ import functools
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -105,7 +105,8 @@ _ORDINALS = ("first", "second", "third")
 def _change_in_words(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == OPERAND:
-        return "leave it out"
+        put = f"use {text('x')} in its place, where x is what it is given"
+        return "leave it out" if placed.expression == "{}" else put
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
     if (item := item_of(slot)) is not None:
@@ -175,9 +176,7 @@ class Source:
         if node is None:
             return False
         if slot == OPERAND:
-            if not isinstance(node, ast.Call) or change.module:
-                return False
-            return self._change(node, lambda now: now.func.value)  # type: ignore[attr-defined]
+            return self._put_operand(node, change)
         if slot == CALL:
             return self._wrap(node, change.expression)
         if (item := item_of(slot)) is not None:
@@ -281,6 +280,18 @@ class Source:
     def _change(self, node: ast.expr, change: Callable[[ast.expr], ast.expr]) -> bool:
         self._changes.setdefault(node, []).append(change)
         return True
+
+    def _put_operand(self, node: ast.AST, change: Placed) -> bool:
+        """Put an expression of what a call is called on in its place, or another module."""
+        if not isinstance(node, ast.Call):
+            return False
+        if change.module:
+            made = self._constructor(change.module, last_name(node.func))
+            return "{" not in change.expression and self._wrap(made, change.expression)
+        around, first = self._around(change.expression), replace(change, slot=0)
+        if around is None or argument(node, first) is None:
+            return False
+        return self._change(node, lambda now: around(argument(now, first) or now))
 
     def _wrap(self, node: ast.AST | None, expression: str) -> bool:
         """Put an expression around a node, or in its place."""
