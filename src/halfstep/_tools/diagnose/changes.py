@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,8 @@ _ORDINALS = ("first", "second", "third")
 def _change_in_words(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == OPERAND:
-        return "leave it out"
+        put = f"use {text('x')} in its place, where x is what it is given"
+        return "leave it out" if placed.expression == "{}" else put
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
     if (item := item_of(slot)) is not None:
@@ -163,8 +164,7 @@ class Changes(Source):
         if node is None:
             return False
         if slot == OPERAND:
-            is_users = isinstance(node, ast.Call) and not change.module
-            return is_users and self.change(node, lambda now: now.func.value)
+            return self._put_operand(node, change)
         if slot == CALL:
             return self.put(node, change.expression)
         if (item := item_of(slot)) is not None:
@@ -195,6 +195,19 @@ class Changes(Source):
         return next(iter((*exact, *calls)), None)
 
     # --- edits of calls ---------------------------------------------------------------------------
+
+    def _put_operand(self, node: ast.AST, change: Placed) -> bool:
+        """Put an expression of what a call is called on in its place, or another module."""
+        if not isinstance(node, ast.Call):
+            return False
+        if change.module:
+            made = self._constructor(change.module, last_name(node.func))
+            return "{" not in change.expression and self.put(made, change.expression)
+        first = replace(change, slot=0)
+        if argument(node, first) is None:
+            return False
+        self.change(node, lambda now: argument(now, first) or now)
+        return self.put(node, change.expression)
 
     def _bind_again(self, node: ast.AST, item: int, expression: str) -> bool:
         """Change the name of an item of a result, in a line after the statement that binds it."""

@@ -29,6 +29,7 @@ from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
     OF_RESULTS,
+    RECTIFIERS,
     SPLITS,
     WITHOUT,
     Edit,
@@ -268,6 +269,17 @@ def _at_scale(scale: float) -> str:
     )
 
 
+def of_inputs(trial: CureTrial, other: Cure | None = None) -> Cure | None:
+    """Return standardised inputs as the cure if the loss falls with them; another cure follows."""
+    text, change = trial.usual.standardise()
+    if change is None or trial.blame(change()) is not None:
+        return None
+    found = trial.judged(Cure("code", text, is_finite=True), change)
+    if found.is_finite is not True or fall(found.losses) <= 0:
+        return None
+    return found if other is None else replace(found, text=f"{text}\nor {other.text}")
+
+
 # --- edits ----------------------------------------------------------------------------------------
 
 MOST_EDITS = 3
@@ -409,9 +421,10 @@ MOST_MAKERS = 3
 
 
 def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:
-    """Yield edits of the results of calls that the bad call and others read."""
-    for maker in makers[: 2 * MOST_MAKERS]:
-        if maker.is_shared:
+    """Yield edits of the results of calls that the bad call and others read, or that rectify."""
+    for number, maker in enumerate(makers[: 4 * MOST_MAKERS]):
+        is_near = maker.is_shared and number < 2 * MOST_MAKERS
+        if is_near or row_name(maker.function) in RECTIFIERS:
             for edit in edits_of_source(call.function, maker.function):
                 is_item = maker.is_part and row_name(maker.call.function) in SPLITS
                 at = edit._replace(slots=(item_slot(maker.item),)) if is_item else edit

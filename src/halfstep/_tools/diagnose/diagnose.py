@@ -330,10 +330,15 @@ def judge(
         return grown
     try:
         if verdict == "range":
-            return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
+            cure = cure_search.of_range(trial, blame, bad, call)
+            first = cure_search.of_inputs(trial, cure) if bad.is_overflow else None
+            return replace(judged, cure=first or cure)
         may_grow = bad.is_overflow and bad.phase == "forward"
         grown = of_recurrence(trial, judged, call) if may_grow else None
-        return grown or replace(judged, cure=cure_search.of_maths(trial, blame, call))
+        if grown is not None:
+            return grown
+        cure = cure_search.of_inputs(trial) if bad.is_overflow else None
+        return replace(judged, cure=cure or cure_search.of_maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
     return judged

@@ -22,9 +22,10 @@ Expression = Callable[[Any, float], str | None]
 CALL = "call"
 """The slot of the call itself."""
 OPERAND = "operand"
-"""The slot of the call itself, if what it is called on takes its place."""
+"""The slot of the call itself, if an expression of what it is called on takes its place."""
 SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 """Functions that return parts of a tensor as a tuple."""
+DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
 USUAL_NAMES = ("input", "other", "var")
@@ -131,6 +132,18 @@ def _above_zero(value: Any, eps: float) -> str | None:
     return f"F.softplus({{}}) + {eps:g}" if is_number and bool((value < 0).any()) else None
 
 
+def _smoothed(value: Any, eps: float) -> str | None:
+    """Make numbers of any sign positive with a function that has a slope everywhere."""
+    if not (isinstance(value, Tensor) and value.requires_grad):
+        return None
+    return f"F.softplus({{}}) + {eps:g}" if value.dtype in HALVES else "F.softplus({})"
+
+
+def _log1p(value: Any, eps: float) -> str | None:
+    """Take the logarithm of counts, of which some are 0, plus 1."""
+    return "torch.log1p({})" if isinstance(value, Tensor) and _are_counts(value) else None
+
+
 def _raised(value: Any, eps: float) -> str | None:
     is_number = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     return f"{{}} + {eps:g}" if is_number else None
@@ -222,7 +235,8 @@ _EXPONENT = (
 _INSIDE = (Edit((0,), _limited("-edge", "edge")), Edit((0,), _limited("-edge", "edge"), 1e2))
 
 _TABLE: dict[str, tuple[Edit, ...]] = {
-    "log log2 log10 lgamma digamma mvlgamma entr": _LEAST,
+    "log": (Edit((OPERAND,), _log1p), *_LEAST),
+    "log2 log10 lgamma digamma mvlgamma entr": _LEAST,
     "polygamma xlogy xlog1py": (Edit((1,), _limited("eps", None)), *_LEAST),
     "log1p": (Edit((0,), _limited("-edge", None)), Edit((0,), _limited("-edge", None), 1e2)),
     "div true_divide divide": (Edit((1,), _left_out), *_DIVISORS, *_FINITE),
@@ -306,6 +320,9 @@ _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2
 """Functions whose results have any sign."""
 _OF_EXPONENTS = (Edit((CALL,), _limited("-30", "10")), Edit((CALL,), _limited("-30", "20")))
 _OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
+RECTIFIERS = ("relu", "clamp", "clamp_min")
+"""Functions whose results are often exactly 0."""
+_OF_RECTIFIED = (Edit((OPERAND,), _smoothed, told="torch.nn.Softplus()"),)
 
 
 def edits_of_source(function: str, maker: str) -> Sequence[Edit]:
@@ -314,6 +331,8 @@ def edits_of_source(function: str, maker: str) -> Sequence[Edit]:
     if name in ("exp", "exp2", "expm1"):
         return _OF_EXPONENTS
     is_positive = name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "float_power")
+    if row_name(maker) in RECTIFIERS:
+        return _OF_RECTIFIED if is_positive or name in DIVISIONS else ()
     return _OF_POSITIVE if is_positive and row_name(maker) in _LAYERS else ()
 
 

@@ -57,6 +57,8 @@ class Usual:
     step: Step | None = None  # repeats the calls of the step before
     # Returns the diagnosis of a step in another way, as of weights that grew, or None.
     explain: Callable[..., Diagnosis | None] = lambda _, **__: None
+    # Returns the cure that standardises inputs, and the change that does so, if they are large.
+    standardise: Callable[[], tuple[str, Change | None]] = lambda: ("", None)
 
     def is_like(self, loss: float) -> bool:
         """Return whether a loss is like those of the run, as far as is known."""

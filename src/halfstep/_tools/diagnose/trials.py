@@ -43,8 +43,10 @@ from halfstep._tools.trace.ops import OpPlace, makes_no_values
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
 
-SHARE, MOST_SECONDS = 0.1, 3.0
-"""The longest time for several steps, as a share of that for all replays and in seconds."""
+SHARE = 0.1
+"""The longest time for several steps, as a share of that for all replays."""
+MOST_SECONDS = 3.0
+"""The longest time for several steps, in seconds."""
 NOT_TRIED = "not tried over several steps"
 CLIPPED = (
     "clip the gradients before each step, too: torch.nn.utils.clip_grad_norm_(model.parameters(), "

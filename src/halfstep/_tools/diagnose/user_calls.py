@@ -15,6 +15,7 @@ from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.changes import Placed, Slot, parameters_of
 from halfstep._tools.diagnose.edits import (
     CALL,
+    DIVISIONS,
     OPERAND,
     USUAL_NAMES,
     Edit,
@@ -243,7 +244,6 @@ _MULTIPLES = ("Mul", "Div", "Select", "Slice", "Index", "View", "Unsqueeze", "Sq
 """The first letters of the names of nodes of autograd for functions that keep or scale values."""
 
 
-DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
 FEW = 32
 """The number of values below which a share says nothing."""
 

@@ -130,12 +130,9 @@ class KeptCall:
         placeholders: list[Any] = []
         map_plain(placeholders.append, (self.args, self.kwargs))
         for each in placeholders:
-            if type(each) is Given:
-                yield each.value(), None
-            elif type(each) is Made and each.position < len(each.call.results):
-                tensor = each.call.results[each.position][0]()
-                if tensor is not None:
-                    yield tensor, each.call
+            tensor = _tensor_of(each)
+            if tensor is not None:
+                yield tensor, each.call if type(each) is Made else None
 
     def forget(self) -> None:
         """Drop everything that it references, so that chains of calls cannot grow without limit."""
@@ -150,6 +147,29 @@ class KeptCall:
             arguments = list(tensors_in([args, kwargs]))
             found += [arguments[position] for position in self.writes]
         return found
+
+
+def _tensor_of(placeholder: Any) -> Tensor | None:
+    """Return the tensor that a placeholder stands for, if it is alive."""
+    if type(placeholder) is Made and placeholder.position < len(placeholder.call.results):
+        return placeholder.call.results[placeholder.position][0]()
+    return placeholder.value() if type(placeholder) is Given else None
+
+
+@contextmanager
+def given_others(
+    calls: Sequence[KeptCall], pairs: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """Give calls other tensors in the block: the second of each pair in place of the first."""
+    others = {id(tensor): Given(other, 0) for tensor, other in pairs}
+    before = [(call, call.args, call.kwargs) for call in calls]
+    for call, *given in before:
+        call.args, call.kwargs = map_plain(lambda p: others.get(id(_tensor_of(p)), p), given)
+    try:
+        yield
+    finally:
+        for call, args, kwargs in before:
+            call.args, call.kwargs = args, kwargs
 
 
 def is_model(function: object) -> TypeGuard[nn.Module]:

@@ -24,7 +24,7 @@ from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.several_steps import Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
-from halfstep._tools.watch.inputs import of_inputs
+from halfstep._tools.watch.inputs import of_inputs, standardised
 from halfstep._tools.watch.optimizers import (
     first_rate,
     of_high_rate,
@@ -106,13 +106,27 @@ class Growth:
             loss = max(loss, self._losses.pop()[1], key=abs)
         self._losses.append((step, loss, line))
 
-    def usual(self, step: int, line: Line | None, calls: Sequence[KeptCall] = ()) -> Usual:
-        """Return what is known of the steps before one: losses of its line, unless they are few."""
+    def usual(
+        self,
+        step: int,
+        line: Line | None,
+        calls: Sequence[KeptCall] = (),
+        before: Sequence[KeptCall] = (),
+    ) -> Usual:
+        """Return what is known of the steps before one: losses of its line, unless they are few.
+
+        ``before`` are the calls of the last one.
+        """
         is_alone = len({at for _, _, at in self._losses}) == 1
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
         loss = median(last) if len(last) >= 3 else None
         size = median(map(abs, last)) if last else None
-        return Usual(loss, size, explain=partial(self.explain, step=step, calls=calls))
+        return Usual(
+            loss,
+            size,
+            explain=partial(self.explain, step=step, calls=calls),
+            standardise=lambda: (of_inputs(calls), standardised(calls, before)),
+        )
 
     def before_step(
         self,

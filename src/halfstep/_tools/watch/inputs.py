@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,17 @@ from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.diagnose.inspect_op import bad_entries
+from halfstep._tools.diagnose.several_steps import Change
 from halfstep._tools.line import line_text
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code
-from halfstep._tools.replay.kept_calls import KeptCall, is_model, needed_for
+from halfstep._tools.replay.kept_calls import (
+    LARGEST_COPY,
+    KeptCall,
+    given_others,
+    is_model,
+    needed_for,
+)
 from halfstep._tools.user_code import Place, is_same_view, path_to
 from halfstep._tools.watch.optimizers import lines_with
 
@@ -27,22 +34,59 @@ LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
-_PARTS = ("__getitem__", "index_select", "to", "float")
+_PARTS = ("__getitem__", "index_select", "to", "float", "half", "bfloat16")
 _SIZES = ("abs", "__abs__", "pow", "__pow__", "square")
+
+
+class _Large(NamedTuple):
+    """Tensor with large values: its name, a sentence on them, and the data that it is a part of."""
+
+    name: str
+    said: str
+    source: Tensor
 
 
 def of_inputs(calls: Sequence[KeptCall]) -> str:
     """Return the cure of inputs and targets with large values; empty if there are none. Sync."""
     with modes.unseen_by_modes(), torch.no_grad():
-        found = dict(_large(calls))
+        found = {each.name: each.said for each in _large(calls)}
     how = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
     return (
         f"standardise {listed([*found])}, as by {how}: {'; '.join(found.values())}" if found else ""
     )
 
 
-def _large(calls: Sequence[KeptCall]) -> Iterator[tuple[str, str]]:
-    """Yield the names of tensors with large values, each with a sentence."""
+def standardised(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> Change | None:
+    """Return a change that standardises inputs, or None.
+
+    They are those whose values are large in most rows, and were so in the calls of the step before.
+    """
+    with modes.unseen_by_modes(), torch.no_grad():
+        now, last = ([*filter(_is_large_in_most, _large(each))] for each in (calls, before))
+        known = {each.name for each in (last if before else now)}
+        found = [each.source for each in (*now, *last) if each.name in known]
+        scaled = {id(each): (each, _scaled(each)) for each in found}
+    return partial(given_others, [*calls, *before], [*scaled.values()]) if now and scaled else None
+
+
+def _scaled(tensor: Tensor) -> Tensor:
+    values = tensor.float() if tensor.dim() == 2 else tensor.float().reshape(-1, 1)
+    found = (values - values.mean(0)) / (values.std(0, correction=0) + 1e-6)
+    return found.reshape(tensor.shape).to(tensor.dtype)
+
+
+def _is_large_in_most(large: _Large) -> bool:
+    """Return whether the median of a column is large, so that no single row is an outlier."""
+    tensor = large.source
+    sizes = tensor.float().abs()
+    columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
+    is_mask = len(torch.unique(tensor)) <= 2
+    is_small = tensor.nbytes <= LARGEST_COPY
+    return is_small and not is_mask and float(columns.median(0).values.amax()) >= LARGE
+
+
+def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
+    """Yield the tensors with large values."""
     for call, following in zip_longest(calls, calls[1:]):
         is_error = call.name in _DIFFERENCES and following and following.name in _SIZES
         arguments, is_module = [*call.arguments()], isinstance(call.function, nn.Module)
@@ -53,11 +97,18 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[tuple[str, str]]:
                 parts = needed_for([] if made_by is None else [made_by])
                 if not is_data or any(is_model(part.function) for part in parts):
                     continue
-                name = _name(tensor, made_by)
+                name, source = _name(tensor, made_by), _source(tensor, made_by)
                 if name.endswith("without a name"):
                     name = f"the input of {type(call.function).__name__}" if is_module else ""
-                if name and (said := _said(name, tensor)):
-                    yield name, said
+                said = _said(name, tensor) or _said(name, source)
+                if name and said:
+                    yield _Large(name, said, source)
+
+
+def _source(tensor: Tensor, made_by: KeptCall | None) -> Tensor:
+    """Return the tensor that another one is rows or a cast of."""
+    source = [] if made_by is None or made_by.name not in _PARTS else [*made_by.arguments()]
+    return _source(*source[0]) if source else tensor
 
 
 def _name(tensor: Tensor, made_by: KeptCall | None) -> str:

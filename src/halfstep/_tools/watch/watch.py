@@ -610,7 +610,7 @@ class Watch:
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
         line = ends[-1].at.line if ends and ends[-1].at else None
-        usual = self._growth.usual(self._step, line, calls)
+        usual = self._growth.usual(self._step, line, calls, before)
         usual = replace(usual, max_norm=self._max_norm, step=again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
@@ -632,6 +632,8 @@ class Watch:
                 self.notes += [f"not tried: {text}" for text in settings]
             if found.verdict in ("maths", "range", "scale") and found.bad is not None:
                 hints = self._growth.hints(calls, is_overflow=found.bad.is_overflow)
+                tried, change = usual.standardise()
+                hints = [hint for hint in hints if change is None or hint != tried]
                 if hints and (found.cure is None or found.cure.kind == "look"):
                     found = replace(found, cure=Cure("code", "\nor ".join(hints)))
                 else:

@@ -1,7 +1,8 @@
 # kind: a clamp of almost all values is no cure if what the model is given can be made small
 # expect: maths exp
 # cure: ^standardise \S*x\S*, as by .* reaches 4,09\d
-# says: finite, but no cure: .*clamp
+# says: tried for .* the loss falls
+# never: clamp
 import torch
 from torch import nn
 
