@@ -21,7 +21,7 @@ from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import KeptCall, is_model, needed_for
 from halfstep._tools.user_code import Place, is_same_view, path_to
-from halfstep._tools.watch.optimizers import lines_with
+from halfstep._tools.watch.schedules import lines_with
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""

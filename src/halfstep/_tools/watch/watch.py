@@ -76,12 +76,8 @@ from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.inputs import bad_data, of_bad_write, size_text
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import (
-    lines_with,
-    of_settings,
-    still_scaled,
-    with_bad_setting,
-)
+from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
+from halfstep._tools.watch.schedules import lines_with
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
