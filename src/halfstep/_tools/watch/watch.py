@@ -27,7 +27,7 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._common.text import names_text
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import split_closure, with_closure
+from halfstep._gradients.optimizers import Closure, split_closure, with_closure
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.listeners import listening_to_clipping
 from halfstep._scaler import GradScaler, Outcome, Reason
@@ -135,7 +135,8 @@ class _Taken:
     optimizer: Optimizer
     number: int
     numbers: Numbers
-    has_closure: bool
+    # Its arguments with a closure in place of its own, if it has one.
+    arguments: Callable[[Closure], tuple[tuple[Any, ...], dict[str, Any]]]
     # After a call of its closure, until a further one, or before the first one if the loop has
     # made them and the weights are finite: weights, gradients, and their versions.
     gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
@@ -416,8 +417,10 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        has_closure = closure is not None
-        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), has_closure)
+        given = others, kwargs
+        with_its = partial(with_closure, args=others, kwargs=kwargs)
+        arguments = (lambda _: given) if closure is None else with_its
+        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), arguments)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._written
@@ -523,7 +526,7 @@ class Watch:
                 is_same = all(autograd.version_of(g) == v for _, g, v in taken.gradients)
                 if is_same and num_calls <= 1:  # else its gradients are those of a further call
                     event = self._growth.explain(event, step) or diagnosis_of_taken_step(
-                        optimizer, taken.numbers, event, model, self._seconds, taken.has_closure
+                        optimizer, taken.numbers, event, model, self._seconds, taken.arguments
                     )
                 self._report(event, step)
         return True
