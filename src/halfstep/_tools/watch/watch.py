@@ -50,6 +50,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 )
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
+from halfstep._tools.measure import is_mask
 from halfstep._tools.patches import Patches
 from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.blame import name_in_code, names_in
@@ -91,6 +92,8 @@ SPOILT = (
     "it has made {names} inf or NaN, also if its loss is left out; unless a scaler or guard "
     "restores them, evaluations are bad: check the batch first, and call reset_running_stats()"
 )
+WROTE_BUFFERS = "it made {names} inf or NaN; the loss of this step is finite"
+AFTER_THE_STEP = "its numbers are those of a replay with the weights from after the step"
 LAST_WRITE = (
     "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
@@ -535,14 +538,43 @@ class Watch:
         """Diagnose a call that made buffers bad, such as running statistics, of a finite loss."""
         names = [name for name in _bad_names(self._last_model) if name not in self._went_bad]
         self._went_bad |= dict.fromkeys(names, step)
-        if names and self._may_look() and (found := self._capture.log.given_bad()) is not None:
-            call, tensor = found
+        if not names or not self._may_look():
+            return
+        if (given := self._capture.log.given_bad()) is None:
+            written = self._of_buffers(names)
+            if written is not None:
+                self._of_steps.add(step)
+                self._report(written, step)
+        else:
+            call, tensor = given
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
             cure = Cure("data", text, remarks=(SPOILT.format(names=names_text(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
             self._of_steps.add(step)
             self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
+
+    def _of_buffers(self, names: list[str]) -> Diagnosis | None:
+        """Return the diagnosis of a forward pass that made buffers bad of finite values, or None.
+
+        It is replayed with the weights from after the step.
+        """
+        ends, model = self._capture.ends or self._running.ends_before, self._last_model
+        scale = None if self._loss_scaler is None else self._loss_scaler.get_scale()
+
+        def buffers() -> list[Tensor]:
+            named = [] if model is None else model.named_buffers()
+            return [buffer for name, buffer in named if without_wrappers(name) in names]
+
+        if all(map(is_mask, buffers())):
+            return None
+        found, _ = diagnosis_of_calls(
+            needed_for(ends), None, scale, model, seconds=self._seconds, results=buffers
+        )
+        if found is None or found.verdict not in ("maths", "range"):
+            return None
+        event = WROTE_BUFFERS.format(names=names_text(names))
+        return replace(found, happened=event, notes=(*found.notes, AFTER_THE_STEP))
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
