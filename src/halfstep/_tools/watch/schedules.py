@@ -137,4 +137,4 @@ def _changed(source: Source, spot: _Spot, *, is_finite: bool) -> Iterator[str]:
                         yield f": `{text}` is 0 there"
             case ast.Return(value=ast.expr() as result) | ast.Lambda(body=result) if is_finite:
                 source.put(result, "max({}, 0.0)")
-                yield "; below 0, each step raises the loss"
+                yield "; below 0, each step raises the loss; at 0 none is taken: let it end later"

@@ -99,6 +99,7 @@ LAST_WRITE = (
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
 COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
+MADE_BEFORE = "{name} comes from it, and was made before the loop or in its first step: {line}"
 OVERFLOWED = (
     "make it float32: this line wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
@@ -698,7 +699,8 @@ class Watch:
         if found is None or at is None or found.verdict not in ("maths", "range"):
             return found
         name = names_in(self._last_model)(tensor) or name_in_code(tensor)
-        comes = COMES_FROM.format(name=name, line=line_text(at.line))
+        is_older = self._capture.log.made_bad(tensor) is not None
+        comes = (MADE_BEFORE if is_older else COMES_FROM).format(name=name, line=line_text(at.line))
         notes = tuple(note for note in found.notes if note != LEFT_GRADIENTS)
         return replace(found, happened=comes, notes=notes)
 
@@ -724,7 +726,8 @@ class Watch:
             if own is not None and own.verdict in ("maths", "range"):
                 return own
             if own is not None and place is not None:
-                written, text = [of_bad_write(place, own)], []
+                written = [of_bad_write(place, own)]
+                text = text if log.made_bad(tensor) else []
         elif found.bad and found.bad.line and _is_of_the_model(found):
             loads = lines_with(found.bad.line.file, {"load_state_dict"})
             written = ["first check what the script loads:", *loads] if loads else []
