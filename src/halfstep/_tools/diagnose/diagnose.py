@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep._autocast import HALVES
 from halfstep._common.machine import rank
@@ -137,17 +137,18 @@ def diagnosis_of_calls(
     model: nn.Module | None,
     usual: Usual = UNKNOWN,
     seconds: float = SECONDS,
+    results: Callable[[], Sequence[Tensor]] = tuple,
 ) -> tuple[Diagnosis | None, str]:
     """Replay the calls of a loop; return the diagnosis, or None and the reason why there is none.
 
-    ``root`` is the bad value, if ``backward`` was not called on it.
+    ``root`` is the bad value, if ``backward`` was not called on it; or there are ``results``.
     """
     why_not = why_not_replayed(calls, model)
     if why_not is not None:
         return None, why_not
     try:
         with replaying(), outside_of_contexts():  # also hides the scaler that step_of makes
-            step = step_of(calls, root, scale)
+            step = step_of(calls, root, scale, results)
             found = diagnosis_of(step, model, is_kept=True, usual=usual, seconds=seconds)
     except RanksError:
         return None, "the model or the loss waits for other ranks"

@@ -458,7 +458,7 @@ def _operand(operand: Operand) -> str:
     ):
         if count:
             parts.append(f"{count} {what}")
-    return f"{name}{operand.dtype}[{shape}]: {', '.join(parts)}"
+    return f"{name}{operand.dtype}[{shape}]{': ' * bool(parts)}{', '.join(parts)}"
 
 
 def _number(value: float) -> str:

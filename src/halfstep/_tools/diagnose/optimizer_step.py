@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,10 +18,17 @@ from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._common.numbers import things
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import members
+from halfstep._gradients.optimizers import Closure, members
 from halfstep._pytorch import autograd, distributed
 from halfstep._tools.diagnose import cure_search
-from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Diagnosis, source_of
+from halfstep._tools.diagnose.diagnosis import (
+    BadOp,
+    Cure,
+    Diagnosis,
+    Operand,
+    short_error,
+    source_of,
+)
 from halfstep._tools.diagnose.inspect_op import inspect
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
@@ -38,9 +46,10 @@ BELOW_ZERO = "centered=True takes a root of square_avg - grad_avg**2, which roun
 LOST = "{0} is 0 there, which {1} rounds small values to: its gradients are not 0"
 IN_FLOAT32 = "keep {0} in float32: make it with dtype=torch.float32, and write to it without a cast"
 IN_PLACE_OF_LOST = (
-    "the numbers are those of a replay after the step, with zeros in place of the weights that it "
-    "had made inf or NaN"
+    "the step was taken again after it, with zeros in place of what it had made inf or NaN; "
+    "numbers that depend on these are left out"
 )
+NOT_AGAIN = "the step could not be taken again: {0}"
 
 
 def event_of(
@@ -87,7 +96,7 @@ def event_of(
     is_rounded = has_eps and eps != 0
     causes = [f"eps is {eps:g}, in {dtype_name(dtype)} 0" if is_rounded else "eps is 0"]
     causes = [f"{causes[0]}, and {zero[-1]} is 0 there" if zero else causes[0]][:has_eps]
-    causes += [f"{key} is inf or NaN there" for key in spoilt]
+    causes += [f"its state {key} is inf or NaN there" for key in spoilt]
     lost = [key for key in zero if state[key].dtype in HALVES and bool((gradient[bad] != 0).any())]
     if lost and not has_eps:
         causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
@@ -120,18 +129,29 @@ class _StepTracker(BlameTracker):
             self.optimizer = optimizer
 
 
-def fault_of_step(replayer: Replayer, scale: float | None) -> Diagnosis | None:
-    """Carry out the steps of optimizers in a replay; return the diagnosis of a bad one."""
+def fault_of_step(
+    replayer: Replayer, scale: float | None, put: Callable[[float], None] | None = None
+) -> Diagnosis | None:
+    """Carry out the steps of optimizers in a replay; return the diagnosis of a bad one.
+
+    ``put`` puts a number in place of what is lost; numbers that depend on it are left out.
+    """
     replayer.takes_steps = True
     tracker, calls = _StepTracker(replayer.model), UserCalls(replayer.num_ops)
     found = scan(replayer, Variant(scale=scale), calls.active(), tracker)
     event, optimizer, blame = tracker.event, tracker.optimizer, found.blame
+    if found.run.error is not None:
+        replayer.notes.append(NOT_AGAIN.format(short_error(found.run.error)))
     if event is None or optimizer is None or found.run.error is not None:
         replayer.takes_steps = False
         return None
     if blame is None or blame.key is None:
         return event
     bad, cure = inspect(replayer, blame, scale).bad, event.cure
+    if put is not None:
+        put(1.0)
+        bad = _in_both(bad, inspect(replayer, blame, scale).bad)
+        put(0.0)
     trial = CureTrial(replayer, found.run)
     with suppress(OutOfTime):
         if any(note.startswith("eps is 0") for note in event.notes):
@@ -141,6 +161,16 @@ def fault_of_step(replayer: Replayer, scale: float | None) -> Diagnosis | None:
         if cure is None and not type(optimizer).__module__.startswith("torch."):
             cure = cure_search.of_maths(trial, blame, call_of(calls, blame))
     return replace(event, bad=_shown(bad), cure=cure)
+
+
+def _in_both(bad: BadOp, other: BadOp) -> BadOp:
+    """Return an op without the values in which it differs from that of another replay."""
+    pairs = zip_longest(bad.inputs, other.inputs[: len(bad.inputs)])
+    inputs = tuple(
+        one if one == two else Operand(one.name, one.dtype, one.shape, None, None, 0, 0, 0)
+        for one, two in pairs
+    )
+    return replace(bad, inputs=inputs, output=bad.output if bad.output == other.output else None)
 
 
 def _shown(bad: BadOp) -> BadOp:
@@ -204,20 +234,28 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _zero_where_bad(optimizer: Optimizer) -> Iterator[None]:
-    """Put zeros in place of inf and NaN in weights and state for the time of the block."""
+def _zero_where_bad(optimizer: Optimizer) -> Iterator[Callable[[float], None]]:
+    """Put zeros in place of inf and NaN in weights and state for the time of the block.
+
+    Yield what puts another number there.
+    """
     tensors = [*parameters(optimizer), *tensors_in(_states(optimizer))]
     bad = [(each, each.detach().clone()) for each in tensors if not is_finite(each)]
     versions = [autograd.version_of(each) for each, _ in bad]
-    with torch.no_grad():
-        for each, _ in bad:
-            each.nan_to_num_(0.0, 0.0, 0.0)
-        try:
-            yield
-        finally:
-            for (each, before), version in zip(bad, versions, strict=True):
+
+    def put(value: float) -> None:
+        with torch.no_grad():
+            for each, before in bad:
+                each.copy_(before.nan_to_num(value, value, value))
+
+    put(0.0)
+    try:
+        yield put
+    finally:
+        for (each, before), version in zip(bad, versions, strict=True):
+            with torch.no_grad():
                 each.copy_(before)
-                autograd.set_version(each, version)
+            autograd.set_version(each, version)
 
 
 def diagnosis_of_taken_step(
@@ -226,12 +264,13 @@ def diagnosis_of_taken_step(
     event: Diagnosis,
     model: nn.Module | None,
     seconds: float,
-    has_closure: bool,
+    arguments: Callable[[Closure], tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> Diagnosis:
     """Take a step again that has made weights bad; name its op and its cure if it goes bad again.
 
-    The gradients are still there, those of the first call of a closure; the replay ends with the
-    second one. What was inf or NaN begins at zero, and the numbers as before.
+    ``arguments`` are those of the step with a closure, if it has one. The gradients are still
+    there, those of the first call of a closure; the replay ends with the second one. What was inf
+    or NaN begins at zero, and the numbers as before.
     """
 
     def step(optimizer: Optimizer) -> None:
@@ -249,15 +288,19 @@ def diagnosis_of_taken_step(
                 raise ClosureCalledAgain
             return losses.pop()
 
-        given: list[Any] = [closure] if has_closure else []
-        type(optimizer).step(optimizer, *given)
+        args, kwargs = arguments(closure)
+        type(optimizer).step(optimizer, *args, **kwargs)
 
     replayer = Replayer(partial(step, optimizer), model)
     replayer.limit, found = seconds, None
-    with suppress(Exception), _zero_where_bad(optimizer):  # raised by the user's optimizer
-        found = fault_of_step(replayer, None)
+    try:
+        with _zero_where_bad(optimizer) as put:
+            found = fault_of_step(replayer, None, put)
+    except Exception as error:  # raised by the user's optimizer
+        replayer.notes.append(NOT_AGAIN.format(short_error(error)))
     if found is None:
-        return event
+        why_not = [note for note in replayer.notes if note.startswith(NOT_AGAIN[:30])]
+        return replace(event, notes=(*event.notes, *why_not))
     return replace(
         event,
         bad=found.bad,

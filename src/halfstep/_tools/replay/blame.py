@@ -227,14 +227,17 @@ class BlameTracker(OpObserver):
         """The leaves whose gradients are not finite."""
         return [leaf for leaf, _ in self._gradients.values() or self._remaining]
 
-    def root(self, *, has_failed: bool = False) -> Blame | None:
+    def root(self, *, has_failed: bool = False, is_kept: bool = False) -> Blame | None:
         """Return the blame for a loss, or else for a gradient; without a loss, for a result.
 
+        The results of kept calls, such as buffers, count with a loss too.
         If the step failed before any of these, return the blame for the first bad op.
         """
         ends = self._losses or [blame for _, blame in self._gradients.values()]
         if not self._has_loss:
             ends = ends or self._results or self._outputs
+        elif is_kept:
+            ends = ends or self._results
         if not ends and has_failed:
             return self.first
         ends = ends or self._stepped or [blame for _, blame in self._remaining]
@@ -388,7 +391,9 @@ def scan(
     with replayer.run(variant, tracker, around) as run:
         if run.error is None and not tracker.has_end:
             replayer.notes.append(NO_END)
-        blame = tracker.root(has_failed=run.error is not None or not tracker.has_end)
+        blame = tracker.root(
+            has_failed=run.error is not None or not tracker.has_end, is_kept=replayer.is_kept
+        )
         if tracker.is_swallowed:
             replayer.notes.append(ABSORBED)
         name_of = names_in(replayer.model)

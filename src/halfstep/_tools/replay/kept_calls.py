@@ -24,6 +24,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._scaler import GradScaler, Static
+from halfstep._tools.replay.observer import restoring
 from halfstep._tools.user_code import CALLED_AGAIN, Place
 
 LARGEST_COPY = 2**26
@@ -302,9 +303,15 @@ def outside_of_contexts() -> Iterator[None]:
 
 
 def step_of(
-    calls: Sequence[KeptCall], root: Made | None, scale: float | None
+    calls: Sequence[KeptCall],
+    root: Made | None,
+    scale: float | None,
+    results: Callable[[], Sequence[Tensor]] = tuple,
 ) -> Callable[[], object]:
-    """Return a function that runs :func:`call_again` at a scale, with its own scaler."""
+    """Return a function that runs :func:`call_again` at a scale, with its own scaler.
+
+    It also returns ``results``, such as buffers, as they are then.
+    """
     called = dict.fromkeys(c.function for c in calls if isinstance(c.function, nn.Module))
 
     def step(*modules: nn.Module) -> object:
@@ -312,7 +319,7 @@ def step_of(
         ours: GradScaler | None = None
         if scale:
             ours = GradScaler(init_scale=scale, schedule=Static(), process_group="local")
-        return call_again(calls, root, ours, modules)
+        return call_again(calls, root, ours, modules), results()
 
     return partial(step, *called)  # a replay saves the state of modules in the arguments
 
@@ -354,7 +361,7 @@ def _again(
         call.random.restore()
     for module, name, buffer, version, values in call.buffers:
         if autograd.version_of(buffer) != version:
-            with torch.no_grad():
+            with torch.no_grad(), restoring():
                 buffer.copy_(values)
         if getattr(module, name) is not buffer:  # call replaced the buffer
             setattr(module, name, buffer)

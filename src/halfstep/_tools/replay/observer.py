@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -139,6 +140,23 @@ class FoundModules(RunningModules):
         self.add(model)
 
 
+class _Thread(threading.local):
+    restores = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Show no op of the block to observers: the loop has not called them. They are undone."""
+    _thread.restores = True
+    try:
+        yield
+    finally:
+        _thread.restores = False
+
+
 class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that shows every op to an observer, and logs writes for the undo log.
 
@@ -183,6 +201,10 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op, and show it to the observer; raise ``RanksError`` if it waits for others."""
         if self.is_paused:
+            return func(*args, **kwargs)
+        if _thread.restores:
+            for tensor in tensors_in(written_to(func, args, kwargs)):
+                self._undo.note_write(tensor)
             return func(*args, **kwargs)
         is_collective = func.namespace in _COLLECTIVES
         if is_collective and self._is_alone:

@@ -31,6 +31,7 @@ from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.measure import is_finite, is_mask
 from halfstep._tools.replay.kept_calls import (
+    LARGEST_COPY,
     Given,
     Inside,
     KeptCall,
@@ -38,10 +39,12 @@ from halfstep._tools.replay.kept_calls import (
     devices_of_autocast,
     is_model,
     name_of,
+    needed_for,
     parts_of,
     set_part,
 )
 from halfstep._tools.user_code import Place, is_users, user_place, whole_model
+from halfstep._tools.watch.bad_steps import have_finite_values
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
@@ -116,6 +119,9 @@ class CallLog:
         self.spoilt_at: ByMemory[Place] = ByMemory()
         # Where it wrote to a tensor in any step, with the number of the call.
         self._written_at: MutableMapping[Tensor, tuple[int, Place]] = WeakTensorKeyDictionary()
+        # The calls that made inf or NaN before the loop, or in its first step, and what they need.
+        self._made_bad: MutableMapping[Tensor, tuple[Made, int]] = WeakTensorKeyDictionary()
+        self._needed_for_bad: set[KeptCall] = set()
         self.dataset: object = None  # of the last batch of a DataLoader
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
@@ -124,7 +130,13 @@ class CallLog:
         self.halves: ByMemory[Writes] = ByMemory()
 
     def begin(self) -> None:
-        """Begin a new step. Its calls may use results of the last step, but not older ones."""
+        """Begin a new step. Its calls may use results of the last step, but not older ones.
+
+        Sync: after the first step; one, if all values are finite that were made until then.
+        """
+        if not self._first:
+            with unseen():
+                self._keep_bad()
         self._turn()
         self._last_writes, self._num_copied, self._num_held = ByMemory(), 0, 0
         self._evaluated.clear()
@@ -132,10 +144,32 @@ class CallLog:
         self._writes = ByMemory()
 
     def _turn(self) -> None:
-        _forget(self._old)
+        self._forget(self._old)
         self._old, self._new = self._new, []
         self._before, self._first = self._first, next(self._numbers)
         self._given.clear()
+
+    def _keep_bad(self) -> None:
+        """Keep the calls that made inf or NaN, which may strike in any later step."""
+        found = [(each(), each) for each in self._entries.values()]
+        values = [(t, each) for t, each in found if t is not None and t.nbytes <= LARGEST_COPY]
+        if have_finite_values(tensor for tensor, _ in values):
+            return
+        for tensor, entry in values:
+            if tensor.grad_fn is None and not is_finite(tensor) and not is_mask(tensor):
+                self._made_bad[tensor] = entry.made, entry.version
+                self._needed_for_bad.update(needed_for([entry.made.call]))
+
+    def made_bad(self, tensor: Tensor) -> Made | None:
+        """Return what made a tensor bad before the second step, if nothing has written to it."""
+        made, version = self._made_bad.get(tensor, (None, 0))
+        return made if version == autograd.version_of(tensor) else None
+
+    def _forget(self, references: Iterable[weakref.ref[KeptCall]]) -> None:
+        for reference in references:
+            call = reference()
+            if call is not None and call not in self._needed_for_bad:
+                call.forget()
 
     @compiler.do_not_compile_alone
     def call(
@@ -176,11 +210,11 @@ class CallLog:
         if not call.has_grad:  # drop the others, except those since the last few such calls
             self._evaluated.append([])
             if len(self._evaluated) > MOST_EVALUATED:
-                _forget(self._evaluated.popleft())
+                self._forget(self._evaluated.popleft())
             return
         self._models.append(weakref.ref(call))
         if len(self._models) > MOST_MODELS:  # such as an evaluation without no_grad
-            _forget([self._models.popleft()])
+            self._forget([self._models.popleft()])
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
         """Return a placeholder for a value that is not a container."""
@@ -329,12 +363,14 @@ class CallLog:
                 return
 
     def wrote(self, tensor: Tensor) -> tuple[Made | None, Place | None]:
-        """Return what the loop last wrote to a tensor in this step, and where it did.
+        """Return what the loop last wrote to a tensor in this step, or made before, and where.
 
         The write is that to a tensor of ones, since what it held is lost.
         """
         call = self._last_writes.get(tensor)
         at = self.spoilt_at.get(tensor) or (None if call is None else call.at)
+        if call is None and at is None and (known := self.made_bad(tensor)) is not None:
+            return known, known.call.at
         if call is None or call.is_forgotten:
             return None, at
         again, made = copy.copy(call), list[KeptCall]()
@@ -430,13 +466,6 @@ def _is_of_a_signal(error: Exception) -> bool:
     """Return whether a signal handler raised an error, such as one for a time limit."""
     handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
-    for reference in references:
-        call = reference()
-        if call is not None:
-            call.forget()
 
 
 def _number_of(tensor: Tensor) -> int:

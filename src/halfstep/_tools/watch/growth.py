@@ -28,6 +28,7 @@ from halfstep._tools.watch.inputs import of_inputs, standardised
 from halfstep._tools.watch.optimizers import (
     first_rate,
     of_high_rate,
+    of_negative_rate,
     of_raised_rate,
     of_settings,
     rate_of,
@@ -224,7 +225,7 @@ class Growth:
             else:
                 continue
             rate, begun = rate_of(optimizer), first_rate(optimizer, measured[0].rate)
-            if is_by_rate and rate <= begun:
+            if is_by_rate and 0 <= rate <= begun:
                 continue
             rates = dict.fromkeys(map(number, (before.rate, rate)))
             since = f" before step {before.step}" if before.step < step else ""  # of a closure
@@ -234,6 +235,9 @@ class Growth:
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
+            files = [line.file for _, _, line in self._losses if line is not None]
+            if (below := of_negative_rate(optimizer, files)) is not None:
+                return replace(found, happened=event, cure=below)
             text = of_settings(optimizer, begun)
             if optimizer in self._adding and optimizer not in self._cleared:
                 steps = ", ".join(str(each.step) for each in measured)
@@ -243,7 +247,6 @@ class Growth:
                     "over several steps"
                 )
             if not text and rate > begun:
-                files = [line.file for _, _, line in self._losses if line is not None]
                 text = of_raised_rate(optimizer, begun, files)
             elif not text:
                 to = [each for each in measured if each.step <= before.step]

@@ -28,7 +28,7 @@ from halfstep._tools.replay.kept_calls import (
     needed_for,
 )
 from halfstep._tools.user_code import Place, is_same_view, path_to
-from halfstep._tools.watch.optimizers import lines_with
+from halfstep._tools.watch.schedules import lines_with
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
@@ -162,7 +162,8 @@ def of_bad_write(place: Place, found: Diagnosis) -> str:
     """
     statement, line = place.statement, line_text(place.line)
     is_load = statement is not None and "load" in ast.unparse(statement)
-    name = "it" if "without a name" in str(found.tensor) else found.tensor
+    is_named = found.tensor is not None and "without a name" not in found.tensor
+    name = found.tensor if is_named else "it"
     text = f"first check {name}: it was inf or NaN when this line wrote it: {line}"
     text = f"what this line loads is the cause: {line}" if is_load else text
     read = next((each for each in found.bad.inputs if each.inf), None) if found.bad else None

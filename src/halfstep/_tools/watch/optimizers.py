@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import ast
-import gc
-import linecache
 import math
-import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep._common.numbers import listed, number, power
 from halfstep._gradients.optimizers import members
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
-from halfstep._tools.line import short_path
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
-from halfstep._tools.user_code import is_of_package, is_users, tree_of, user_line
+from halfstep._tools.user_code import user_line
+from halfstep._tools.watch.schedules import (
+    lines_that_set,
+    lines_with,
+    of_function,
+    schedules_of,
+)
 
 _SETTINGS = frozenset(
     ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "betas", "rho", "lambd")
@@ -39,12 +40,14 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
     """
     for name, value in _settings(optimizer):
         if not math.isfinite(value):
-            of = type(optimizer).__name__
-            text = (
-                f"{name} of {of} is {value}, and so is every weight after this step: check what "
-                f"sets it, such as a schedule past its end: optimizer.param_groups[0][{name!r}]"
-            )
-            return Diagnosis("data", tensor=f"{name} of {of}", cure=Cure("data", text))
+            of, line = type(optimizer).__name__, user_line()
+            schedules = schedules_of(optimizer) if name == "lr" else []
+            why = f"{name} of {of} is {value}, and so is every weight after this step"
+            names = {name, *(type(each).__name__ for each in schedules)}
+            text = f"{why}: check what sets it: optimizer.param_groups[0][{name!r}]"
+            lines = lines_that_set(names, [line.file] if line else [])
+            cure = of_function(schedules, why) or Cure("data", "\n".join([text, *lines]))
+            return Diagnosis("data", tensor=f"{name} of {of}", cure=cure)
     return None
 
 
@@ -68,7 +71,7 @@ def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
             value = group[name]
             for each in value if isinstance(value, tuple) else (value,):
                 on_cpu = isinstance(each, Tensor) and each.device.type == "cpu"
-                if isinstance(each, float) or (on_cpu and each.numel() == 1):
+                if isinstance(each, Real) or (on_cpu and each.numel() == 1):
                     yield name, float(each)
 
 
@@ -177,30 +180,23 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
     The lines are those of the first file that makes the schedules of the optimizer, or writes to
     ``["lr"]``: of ``files``, or else of the modules of the program.
     """
-    schedules = {
-        type(each).__name__: None
-        for each in gc.get_objects()
-        if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer
-    }
-    modules = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
-    own = (file for file in modules if file and is_users(file) and not is_of_package(file))
-    names = {"lr", *schedules}
-    found = (lines for file in dict.fromkeys([*files, *own]) if (lines := lines_with(file, names)))
+    schedules = dict.fromkeys(type(each).__name__ for each in schedules_of(optimizer))
     who, advice = listed([*schedules]) or "the loop", _BOUNDS.get(next(iter(schedules), ""), "")
     text = (
         f"{who} raised the learning rate of {type(optimizer).__name__} from {number(begun)} to "
         f"{number(rate_of(optimizer))}: {advice or 'let it end at a lower rate'}"
     )
-    return "\n".join([text, *next(found, [])])
+    return "\n".join([text, *lines_that_set({"lr", *schedules}, files)])
 
 
-def lines_with(file: str, names: Container[str]) -> list[str]:
-    """Return the lines of a file that call functions of some names, or set items of them."""
-    found = set()
-    for node in ast.walk(tree_of(file).root):
-        match node:
-            case ast.Call(func=ast.Name(name) | ast.Attribute(attr=name), lineno=number):
-                found |= {number} if name in names else set()
-            case ast.Subscript(slice=ast.Constant(name), ctx=ast.Store(), lineno=number):
-                found |= {number} if name in names else set()
-    return [f"{short_path(file)}:{n}: {linecache.getline(file, n).strip()}" for n in sorted(found)]
+def of_negative_rate(optimizer: Optimizer, files: Iterable[str]) -> Cure | None:
+    """Return the cure of a learning rate below 0, with which steps raise the loss, or None."""
+    rates = [float(group.get("lr", 0)) for group in _groups(optimizer) if not group.get("maximize")]
+    rate, schedules = min(rates, default=0.0), schedules_of(optimizer)
+    if not rate < 0:
+        return None
+    why = f"the learning rate of {type(optimizer).__name__} is {number(rate)}"
+    names = dict.fromkeys(type(each).__name__ for each in schedules)
+    by = f"{listed([*names]) or 'the loop'} to end at 0: below 0, each step raises the loss"
+    lines = lines_that_set({"lr", *names}, files)
+    return of_function(schedules, why) or Cure("code", "\n".join([f"{why}: change {by}", *lines]))

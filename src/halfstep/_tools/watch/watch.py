@@ -27,7 +27,7 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._common.text import names_text
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import split_closure, with_closure
+from halfstep._gradients.optimizers import Closure, split_closure, with_closure
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.listeners import listening_to_clipping
 from halfstep._scaler import GradScaler, Outcome, Reason
@@ -50,6 +50,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 )
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
+from halfstep._tools.measure import is_mask
 from halfstep._tools.patches import Patches
 from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.blame import name_in_code, names_in
@@ -76,12 +77,8 @@ from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.inputs import bad_data, of_bad_write, size_text
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import (
-    lines_with,
-    of_settings,
-    still_scaled,
-    with_bad_setting,
-)
+from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
+from halfstep._tools.watch.schedules import lines_with
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -95,11 +92,14 @@ SPOILT = (
     "it has made {names} inf or NaN, also if its loss is left out; unless a scaler or guard "
     "restores them, evaluations are bad: check the batch first, and call reset_running_stats()"
 )
+WROTE_BUFFERS = "it made {names} inf or NaN; the loss of this step is finite"
+AFTER_THE_STEP = "its numbers are those of a replay with the weights from after the step"
 LAST_WRITE = (
     "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
 COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
+MADE_BEFORE = "{name} comes from it, and was made before the loop or in its first step: {line}"
 OVERFLOWED = (
     "make it float32: this line wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
@@ -139,7 +139,8 @@ class _Taken:
     optimizer: Optimizer
     number: int
     numbers: Numbers
-    has_closure: bool
+    # Its arguments with a closure in place of its own, if it has one.
+    arguments: Callable[[Closure], tuple[tuple[Any, ...], dict[str, Any]]]
     # After a call of its closure, until a further one, or before the first one if the loop has
     # made them and the weights are finite: weights, gradients, and their versions.
     gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
@@ -420,8 +421,10 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        has_closure = closure is not None
-        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), has_closure)
+        given = others, kwargs
+        with_its = partial(with_closure, args=others, kwargs=kwargs)
+        arguments = (lambda _: given) if closure is None else with_its
+        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), arguments)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._written
@@ -527,7 +530,7 @@ class Watch:
                 is_same = all(autograd.version_of(g) == v for _, g, v in taken.gradients)
                 if is_same and num_calls <= 1:  # else its gradients are those of a further call
                     event = self._growth.explain(event, step) or diagnosis_of_taken_step(
-                        optimizer, taken.numbers, event, model, self._seconds, taken.has_closure
+                        optimizer, taken.numbers, event, model, self._seconds, taken.arguments
                     )
                 self._report(event, step)
         return True
@@ -536,14 +539,43 @@ class Watch:
         """Diagnose a call that made buffers bad, such as running statistics, of a finite loss."""
         names = [name for name in _bad_names(self._last_model) if name not in self._went_bad]
         self._went_bad |= dict.fromkeys(names, step)
-        if names and self._may_look() and (found := self._capture.log.given_bad()) is not None:
-            call, tensor = found
+        if not names or not self._may_look():
+            return
+        if (given := self._capture.log.given_bad()) is None:
+            written = self._of_buffers(names)
+            if written is not None:
+                self._of_steps.add(step)
+                self._report(written, step)
+        else:
+            call, tensor = given
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
             cure = Cure("data", text, remarks=(SPOILT.format(names=names_text(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
             self._of_steps.add(step)
             self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
+
+    def _of_buffers(self, names: list[str]) -> Diagnosis | None:
+        """Return the diagnosis of a forward pass that made buffers bad of finite values, or None.
+
+        It is replayed with the weights from after the step.
+        """
+        ends, model = self._capture.ends or self._running.ends_before, self._last_model
+        scale = None if self._loss_scaler is None else self._loss_scaler.get_scale()
+
+        def buffers() -> list[Tensor]:
+            named = [] if model is None else model.named_buffers()
+            return [buffer for name, buffer in named if without_wrappers(name) in names]
+
+        if all(map(is_mask, buffers())):
+            return None
+        found, _ = diagnosis_of_calls(
+            needed_for(ends), None, scale, model, seconds=self._seconds, results=buffers
+        )
+        if found is None or found.verdict not in ("maths", "range"):
+            return None
+        event = WROTE_BUFFERS.format(names=names_text(names))
+        return replace(found, happened=event, notes=(*found.notes, AFTER_THE_STEP))
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
@@ -669,7 +701,8 @@ class Watch:
         if found is None or at is None or found.verdict not in ("maths", "range"):
             return found
         name = names_in(self._last_model)(tensor) or name_in_code(tensor)
-        comes = COMES_FROM.format(name=name, line=line_text(at.line))
+        is_older = self._capture.log.made_bad(tensor) is not None
+        comes = (MADE_BEFORE if is_older else COMES_FROM).format(name=name, line=line_text(at.line))
         notes = tuple(note for note in found.notes if note != LEFT_GRADIENTS)
         return replace(found, happened=comes, notes=notes)
 
@@ -695,7 +728,8 @@ class Watch:
             if own is not None and own.verdict in ("maths", "range"):
                 return own
             if own is not None and place is not None:
-                written, text = [of_bad_write(place, own)], []
+                written = [of_bad_write(place, own)]
+                text = text if log.made_bad(tensor) else []
         elif found.bad and found.bad.line and _is_of_the_model(found):
             loads = lines_with(found.bad.line.file, {"load_state_dict"})
             written = ["first check what the script loads:", *loads] if loads else []
