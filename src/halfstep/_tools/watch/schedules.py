@@ -76,7 +76,8 @@ def of_function(schedules: Iterable[LRScheduler], why: str) -> Cure | None:
             source, file = Source(spot.code.co_filename), spot.code.co_filename
             said = [*_changed(source, spot, is_finite=math.isfinite(value))]
             edits = source.edited() if said else None
-            of = f"{type(schedule).__name__} multiplies it by {function.__name__}"
+            called = getattr(function, "__name__", type(function).__name__)
+            of = f"{type(schedule).__name__} multiplies it by {called}"
             remark = f"{why}: {of}({schedule.last_epoch}), which is {value:g}{''.join(said)}"
             if not edits:
                 line = linecache.getline(file, spot.number).strip()
