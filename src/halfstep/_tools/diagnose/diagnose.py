@@ -259,8 +259,8 @@ def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
 
 def _note_end(replayer: Replayer) -> None:
     replayer.notes.append(
-        f"the replays took {replayer.seconds:.0f} s: none began after {replayer.limit:g} s, the "
-        "limit (--diagnose=SECONDS, diagnose(seconds=...)), so what comes after it was not tried"
+        f"the replays took {replayer.own_seconds:.0f} s: none began after {replayer.limit:g} s, "
+        "the limit (--diagnose=SECONDS, diagnose(seconds=...)), so what is after it was not tried"
     )
 
 

@@ -23,6 +23,7 @@ from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import Cure, short_error
 from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.several_steps import (
+    LEAST_STEPS,
     UNKNOWN,
     Change,
     SeveralSteps,
@@ -150,12 +151,12 @@ class CureTrial:
             if failures and usual.max_norm is None:
                 limit = float(f"{steps.norm_before:.0e}") if steps.norm_before > 0 else 1.0
                 clipped = self._several_steps(change, replace(usual, max_norm=limit), changes)
-                if clipped.num and not failures_of(clipped):
+                if clipped.num >= LEAST_STEPS and not failures_of(clipped):
                     remarks.append(CLIPPED.format(limit=f"{limit:g}", why=failures[0]))
                     steps, failures = clipped, []
         except OutOfTime:
             return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))
-        if not steps.num:
+        if not failures and steps.num < LEAST_STEPS:
             return replace(cure, remarks=(*remarks, *signs, f"{NOT_TRIED}: {steps.why_not}"))
         return replace(
             cure,
@@ -168,7 +169,7 @@ class CureTrial:
 
     def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
         replayer = self.replayer
-        seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.seconds)
+        seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.own_seconds)
         steps = SeveralSteps(
             change, usual, seconds, self._all_optimizers, steps_itself=replayer.has_steps
         )
