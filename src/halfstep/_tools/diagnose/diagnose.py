@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -333,7 +334,8 @@ def judge(
             return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
         may_grow = bad.is_overflow and bad.phase == "forward"
         grown = of_recurrence(trial, judged, call) if may_grow else None
-        return grown or replace(judged, cure=cure_search.of_maths(trial, blame, call))
+        maths = partial(cure_search.of_maths, is_overflow=bad.is_overflow)
+        return grown or replace(judged, cure=maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
     return judged
