@@ -28,16 +28,20 @@ from halfstep._tools.diagnose.changes import edited_lines, in_words
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
-    OF_RESULTS,
     RECTIFIERS,
     SPLITS,
     WITHOUT,
     Edit,
     cast_after,
     edits_of,
+    edits_of_result,
     edits_of_source,
+    is_exponential,
+    is_layer,
+    is_singular,
     item_slot,
     row_name,
+    within,
 )
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
@@ -97,8 +101,10 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
+    if is_rounded and call is not None and (cure := _of_singular(trial, blame, call)) is not None:
+        return cure
     line = None if call is None else call.place.line
-    makers = (maker.call for maker in trial.makers(blame))
+    makers = (maker.call for maker in trial.makers(blame.forward_number))
     if any(each.function in CASTS and each.place.line == line for each in makers):
         trial.replayer.notes.append(OF_CAST)
     first: Cure | None = None
@@ -107,6 +113,18 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
             return _with_function(cure, blame, call)
         first = first or cure
     return first
+
+
+def _of_singular(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
+    """Return an edit of a function that is singular where an earlier op was rounded to 1.
+
+    A wider dtype only delays that, since it rounds to 1 too.
+    """
+    if not is_singular(call.function) or not any(each.is_one for each in trial.origins(blame)):
+        return None
+    cure = _best(trial, blame, [], _of_edits(trial, blame, call))
+    is_cure = cure is not None and flaw_of(cure, trial.usual) <= Flaw.DOUBT
+    return cure if is_cure else None
 
 
 def _with_function(cure: Cure, blame: Blame, call: UserCall | None) -> Cure:
@@ -294,16 +312,21 @@ OF_PARAMETER = (
 )
 
 
-def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
+def of_maths(
+    trial: CureTrial, blame: Blame, call: UserCall | None, *, is_overflow: bool = False
+) -> Cure | None:
     """Return edits as the cure that keep functions away from values where they are undefined.
 
-    A stable form of the formula comes first, since a clamp changes what is computed.
+    A stable form of the formula comes first, since a clamp changes what is computed; then, if the
+    result overflowed, edits of the exponent of an earlier exp.
     """
     form = None if call is None else of_formula(trial, call)
     if form is not None and form.edits:
         return form
-    makers = trial.makers(blame)
-    cure = _best(trial, blame, makers, _of_calls(trial, blame, call, makers))
+    makers = trial.makers(blame.forward_number)
+    of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
+    cures = chain(of_exponents, _of_calls(trial, blame, call, makers))
+    cure = _best(trial, blame, makers, cures)
     if form is None:
         return cure
     if cure is None or cure.kind == "look" or fall(cure.losses) < fall(form.losses) / 2:
@@ -325,7 +348,7 @@ def _of_calls(
     for cure in chain(
         () if call is None else _of_sources(trial, call, makers),
         () if call is None else _of_edits(trial, blame, call),
-        _of_makers(trial, makers),
+        _of_makers(trial, makers, blame.op if call is None else call.function),
     ):
         if cure is not None and cure.is_finite and not cure.edits:
             in_words.append(cure)
@@ -418,6 +441,8 @@ IN_LOGS = (
 LOOK = "check why what it reads is out of its range, where that is made"
 MOST_MAKERS = 3
 """The largest number of calls before the bad one whose results are clamped in turn."""
+MOST_OF_RESULT = 4
+"""The largest number of edits of one of these results that are tried."""
 
 
 def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:
@@ -431,10 +456,24 @@ def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterat
                 yield of_edit(trial, maker.call, at)
 
 
-def _of_makers(trial: CureTrial, makers: list[Maker]) -> Iterator[Cure | None]:
-    """Yield clamps of the results of calls before the bad one."""
+def _of_exponents(
+    trial: CureTrial, call: UserCall | None, makers: list[Maker]
+) -> Iterator[Cure | None]:
+    """Yield edits of the exponents of the nearest exp whose result has led to a bad op."""
+    exp = next((each for each in makers if is_exponential(each.call.function)), None)
+    if exp is None or (call is not None and is_exponential(call.function)):
+        return
+    before = trial.makers(exp.op)
+    num = next((n for n, each in enumerate(before) if is_layer(each.function)), 0)
+    yield from _of_sources(trial, exp.call, before[: num + 1])
+    for edit in islice(edits_of(exp.call.function), MOST_EDITS_TRIED):
+        yield of_edit(trial, exp.call, edit)
+
+
+def _of_makers(trial: CureTrial, makers: list[Maker], function: str) -> Iterator[Cure | None]:
+    """Yield edits of the results of calls before the bad one, as a function needs its argument."""
     for maker in [each for each in makers if not each.is_part][:MOST_MAKERS]:
-        for edit in OF_RESULTS:
+        for edit in islice(edits_of_result(function), MOST_OF_RESULT):
             cure = of_edit(trial, maker.call, edit)
             yield cure if cure is not None and cure.edits else None
 
@@ -443,8 +482,35 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     """Return casts of arguments to float32 as the cure, or edits specific to the function."""
     if call is None:
         return None
+    limited = _of_limited_cast(trial, blame, call)
+    if limited is not None:
+        return limited
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
     return _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
+
+
+def _of_limited_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
+    """Return a clamp of what a cast reads, if the cast is there for its rounding.
+
+    It is if no op computes in its dtype, or if the same statement casts back.
+    """
+    if call.function not in CASTS or blame.dtype is None:
+        return None
+    limit = torch.finfo(blame.dtype).max
+    edits: Edits = ((call, within(-limit, limit)),)
+    tried = trial.edited(edits, trial.scale)
+    made = tried.calls.call_of(call.ops[0])
+    if tried.blame is not None or made is None:
+        return None
+    back = tried.calls.after(made, (*CASTS, "float", "double"))
+    is_back = any(
+        each.place.statement is made.place.statement and each.ops[0] == made.ops[-1] + 1
+        for each in back
+    )
+    cure = (
+        _judged_edits(trial, tried.calls, edits) if is_back or blame.dtype.itemsize == 1 else None
+    )
+    return cure if cure is not None and cure.is_finite else None
 
 
 _SHRINKING = ("div", "truediv", "mul", "sub", "log", "log1p", "log10", "sqrt")

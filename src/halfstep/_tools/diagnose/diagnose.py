@@ -260,8 +260,8 @@ def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
 
 def _note_end(replayer: Replayer) -> None:
     replayer.notes.append(
-        f"the replays took {replayer.seconds:.0f} s: none began after {replayer.limit:g} s, the "
-        "limit (--diagnose=SECONDS, diagnose(seconds=...)), so what comes after it was not tried"
+        f"the replays took {replayer.own_seconds:.0f} s: none began after {replayer.limit:g} s, "
+        "the limit (--diagnose=SECONDS, diagnose(seconds=...)), so what is after it was not tried"
     )
 
 
@@ -339,7 +339,8 @@ def judge(
         if grown is not None:
             return grown
         cure = cure_search.of_inputs(trial) if bad.is_overflow else None
-        return replace(judged, cure=cure or cure_search.of_maths(trial, blame, call))
+        maths = cure or cure_search.of_maths(trial, blame, call, is_overflow=bad.is_overflow)
+        return replace(judged, cure=maths)
     except OutOfTime:
         _note_end(replayer)
     return judged

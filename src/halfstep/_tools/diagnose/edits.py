@@ -284,6 +284,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "add": (Edit((CALL,), _lower_limit), *_FINITE),
 }
 _ROWS = {name: edits for names, edits in _TABLE.items() for name in names.split()}
+_SINGULAR = ("log", "sqrt", "rsqrt", "pow", "div", "true_divide", "reciprocal", "rdiv", "rtruediv")
 IN_FLOAT32 = (
     Edit((NARROW,), _cast_to("")),
     Edit((NARROW, CALL), _cast_to("half")),
@@ -300,14 +301,6 @@ def cast_after(name: str) -> Edit:
     return Edit((CALL,), _is(f"{{}}.{short}()" if short else f"{{}}.to(torch.{name})"))
 
 
-OF_RESULTS = (
-    Edit((CALL,), _limited("eps", None)),
-    Edit((CALL,), _limited("eps", None), 1e3),
-    Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
-)
-"""Clamps of the result of an earlier call, for a bad call outside the user's source."""
-
-
 def _normed(value: Any, eps: float) -> str | None:
     is_matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
     return "F.layer_norm({0}, {0}.shape[-1:])" if is_matrix else None
@@ -318,7 +311,11 @@ NORM = Edit((0,), _normed)
 
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""
-_OF_EXPONENTS = (Edit((CALL,), _limited("-30", "10")), Edit((CALL,), _limited("-30", "20")))
+_OF_EXPONENTS = (
+    Edit((CALL,), _limited("-30", "10")),
+    Edit((CALL,), _limited("-30", "20")),
+    Edit((CALL,), _is("2 * torch.tanh({} / 2)")),
+)
 _OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
 RECTIFIERS = ("relu", "clamp", "clamp_min")
 """Functions whose results are often exactly 0."""
@@ -327,13 +324,26 @@ _OF_RECTIFIED = (Edit((OPERAND,), _smoothed, told="torch.nn.Softplus()"),)
 
 def edits_of_source(function: str, maker: str) -> Sequence[Edit]:
     """Return the edits of the result of a call that a function and others read."""
-    name = row_name(function)
-    if name in ("exp", "exp2", "expm1"):
+    if is_exponential(function):
         return _OF_EXPONENTS
+    name = row_name(function)
     is_positive = name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "float_power")
     if row_name(maker) in RECTIFIERS:
         return _OF_RECTIFIED if is_positive or name in DIVISIONS else ()
-    return _OF_POSITIVE if is_positive and row_name(maker) in _LAYERS else ()
+    return _OF_POSITIVE if is_positive and is_layer(maker) else ()
+
+
+def is_layer(function: str) -> bool:
+    return row_name(function) in _LAYERS
+
+
+def is_exponential(function: str) -> bool:
+    return row_name(function) in ("exp", "exp2", "expm1")
+
+
+def is_singular(function: str) -> bool:
+    """Return whether a function has values at which it, or its slope, is not finite."""
+    return row_name(function) in _SINGULAR
 
 
 def row_name(function: str) -> str:
@@ -362,3 +372,16 @@ def in_place(text: str) -> str | None:
 def edits_of(function: str) -> Iterator[Edit]:
     """Yield the edits of a function, the least invasive first."""
     yield from _ROWS.get(row_name(function), (*_FINITE, *_LARGER))
+
+
+def edits_of_result(function: str) -> Iterator[Edit]:
+    """Yield the edits of an argument of a function, as those of the call that returns it."""
+    edits = [edit for edit in edits_of(function) if isinstance(edit.slots[0], int)]
+    for edit in edits:
+        if edit.slots == edits[0].slots:
+            yield edit._replace(slots=(CALL,))
+
+
+def within(low: float, high: float) -> Edit:
+    """Return the clamp of the first argument of a call."""
+    return Edit((0,), _limited(f"{low:g}", f"{high:g}"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ from halfstep._pytorch import modes, optim
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.observer import OpObserver
-from halfstep._tools.replay.replay import StepRun
+from halfstep._tools.replay.replay import StepRun, own_time
 
 Change = Callable[[], AbstractContextManager[object]]
 """A function that returns a context in which the user's code is changed."""
 Step = Callable[[], object]
-MOST_STEPS = 20
-"""The largest number of steps."""
+LEAST_STEPS, MOST_STEPS = 5, 20
+"""The least number of steps that show whether a loss falls, and the largest number."""
 LARGEST = 2**31
 """The largest size in bytes of all weights that are moved."""
 FAR = 10.0
@@ -93,7 +92,7 @@ class SeveralSteps(OpObserver):
     ) -> None:
         self._change, self._usual, self._steps_itself = change, usual, steps_itself
         self._all_optimizers = optimizers  # returns all that there are
-        self._end = time.perf_counter() + seconds
+        self._end = own_time() + seconds
         self._owners: list[Optimizer] | None = None
         self._seen: list[float] = []
         self._scaled: list[float] = []  # losses since the last root
@@ -105,7 +104,7 @@ class SeveralSteps(OpObserver):
         self.num, self.fails_at = 0, 0  # steps; the number of the one that went bad
         self.norm, self.norm_before = math.nan, math.nan  # of the first gradient, and the last one
         self.takers: dict[str, None] = {}  # names of the optimizers
-        self.why_not = "the time was over"  # if no step was taken
+        self.why_not = ""  # if no step was taken, or too few
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -136,7 +135,7 @@ class SeveralSteps(OpObserver):
         if before is not None and self._is_finite(before, self.others):
             batches.append((before, self.others))
             self.norm_before = self._norm()
-        while self.num < MOST_STEPS and time.perf_counter() < self._end:
+        while self.num < MOST_STEPS and own_time() < self._end:
             now, losses = batches[self.num % len(batches)]
             if not self._is_finite(now, losses):
                 self.fails_at = self.num and self.num + 1
@@ -149,7 +148,8 @@ class SeveralSteps(OpObserver):
                 self.num = self.fails_at = self.num + 1
                 return
             self.num += 1
-        late = time.perf_counter() > self._end
+        late = own_time() > self._end
+        self.why_not = f"the time was over after {things(self.num, 'step')}"
         if self.num and not all(self._is_finite(*each) for each in batches[: 1 if late else 2]):
             self.fails_at = self.num + 1
 
@@ -202,7 +202,7 @@ class SeveralSteps(OpObserver):
 
     def _step_optimizers(self, factor: float, now: Step) -> bool:
         def closure() -> Tensor:
-            if time.perf_counter() > self._end:
+            if own_time() > self._end:
                 raise TimeoutError
             with torch.enable_grad():
                 if not self._is_finite(now, []):

@@ -23,6 +23,7 @@ from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import Cure, short_error
 from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.several_steps import (
+    LEAST_STEPS,
     UNKNOWN,
     Change,
     SeveralSteps,
@@ -65,6 +66,7 @@ class Maker(NamedTuple):
     """Call by the user's code whose result has led to a bad op."""
 
     call: UserCall
+    op: int  # number of the op that made them
     function: str  # function that made the values, also if the call returns a part of them
     is_shared: bool  # whether the whole result has led there, and is read at more than one place
     is_part: bool = False
@@ -101,11 +103,11 @@ class CureTrial:
             self.replayer.notes += [*filter(None, lost)][:1]
             return [origin for _, origin in before[1:] if origin.is_rounded]
 
-    def makers(self, blame: Blame) -> list[Maker]:
-        """Replay the step; return the user's calls before the bad one, the nearest ones first."""
+    def makers(self, op: int) -> list[Maker]:
+        """Replay the step; return the user's calls before that of an op, the nearest ones first."""
         origins, calls = Origins(), UserCalls(self.replayer.num_ops)
         with self.replayer.run(Variant(scale=self.scale), origins, calls.active()):
-            before = [origin for _, origin in origins.before_op(blame.forward_number)]
+            before = [origin for _, origin in origins.before_op(op)]
         found: list[Maker] = []
 
         def add(number: int, part: Part | None, maker: int, size: int) -> None:
@@ -116,7 +118,7 @@ class CureTrial:
             is_shared = len({each.place.instruction for each in readers if each}) > 1
             is_shared &= size == before[0].size
             function, item = "" if made is None else made.function, 0 if part is None else part.item
-            found.append(Maker(call, function, is_shared, part is not None, item))
+            found.append(Maker(call, maker, function, is_shared, part is not None, item))
 
         for origin in before:
             add(origin.number, None, origin.number, origin.size)
@@ -152,12 +154,12 @@ class CureTrial:
             if failures and usual.max_norm is None:
                 limit = float(f"{steps.norm_before:.0e}") if steps.norm_before > 0 else 1.0
                 clipped = self._several_steps(change, replace(usual, max_norm=limit), changes)
-                if clipped.num and not failures_of(clipped):
+                if clipped.num >= LEAST_STEPS and not failures_of(clipped):
                     remarks.append(CLIPPED.format(limit=f"{limit:g}", why=failures[0]))
                     steps, failures = clipped, []
         except OutOfTime:
             return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))
-        if not steps.num:
+        if not failures and steps.num < LEAST_STEPS:
             return replace(cure, remarks=(*remarks, *signs, f"{NOT_TRIED}: {steps.why_not}"))
         return replace(
             cure,
@@ -170,7 +172,7 @@ class CureTrial:
 
     def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
         replayer = self.replayer
-        seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.seconds)
+        seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.own_seconds)
         steps = SeveralSteps(
             change, usual, seconds, self._all_optimizers, steps_itself=replayer.has_steps
         )
@@ -236,6 +238,7 @@ class Origin:
     parents: tuple[int, ...]  # numbers of the ops that made its inputs
     lost: str  # a remark about a number in its arguments that its dtype rounds to zero
     is_rounded: bool  # whether its dtype makes 0, 1 or inf of other values
+    is_one: bool  # whether it makes 1 of smaller values
     size: int  # number of values of its first result
     parts: tuple[Part, ...] = ()  # views that it has read
 
@@ -267,11 +270,13 @@ class Origins(OpObserver):
         parents = tuple(dict.fromkeys(m for m in makers if m is not None))
         dtype = next((t.dtype for t in outputs if t.dtype in HALVES), None)
         lost = "" if dtype is None else _lost(call, dtype)
-        is_rounded = any(map(_is_rounded, outputs, self._wide))
+        is_one = any(map(_is_one, outputs, self._wide))
+        is_rounded = is_one or any(map(_is_rounded, outputs, self._wide))
         size = outputs[0].numel() if outputs else 0
         known = ((self._parts.get(each) or {}).get(_position(each)) for each in call.given)
         read = tuple(part for part in known if part is not None)
-        origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded, size, read)
+        rounds = is_rounded, is_one
+        origin = Origin(call.number, call.name, call.place, parents, lost, *rounds, size, read)
         self._ops[call.number] = origin
         for tensor in outputs:
             self._makers.put(tensor, call.number)
@@ -281,7 +286,9 @@ class Origins(OpObserver):
             maker = self._makers.get(tensor)
             if maker is not None:
                 parts = self._parts.get(tensor) or {}
-                parts[_position(tensor)] = Part(call.number, item, maker, tensor.numel())
+                at, known = _position(tensor), parts.get(_position(tensor))
+                if known is None or known.maker != maker:  # else it is a view of all of that part
+                    parts[at] = Part(call.number, item, maker, tensor.numel())
                 self._parts.put(tensor, parts)
 
     def readers_of(self, made: range | Part) -> Iterator[int]:
@@ -317,8 +324,13 @@ def _is_rounded(result: Tensor, exact: Tensor) -> bool:
     if result.dtype not in HALVES or result.shape != exact.shape:
         return False
     is_zero = (result == 0) & (exact != 0)
-    is_one = (result.abs() >= 1) & (exact.abs() < 1)
-    return bool((is_zero | is_one | (exact.isfinite() & ~result.isfinite())).any())
+    return bool((is_zero | (exact.isfinite() & ~result.isfinite())).any())
+
+
+def _is_one(result: Tensor, exact: Tensor) -> bool:
+    if result.dtype not in HALVES or result.shape != exact.shape:
+        return False
+    return bool(((result.abs() >= 1) & (exact.abs() < 1)).any())
 
 
 def _lost(call: OpCall, dtype: torch.dtype) -> str:

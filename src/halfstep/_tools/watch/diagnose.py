@@ -59,8 +59,8 @@ def diagnose(
             that is called.
         tell: With a scaler, called with each new diagnosis and the number of the step, counted from
             1. By default, a :class:`halfstep.errors.DiagnosisWarning` is issued.
-        seconds: The time after which no further replay of a step begins. What was found until then
-            is returned, with a note.
+        seconds: The time of this thread, with a tenth of that in which it waits, after which no
+            further replay of a step begins. What was found until then is returned, with a note.
 
     Returns:
         For a step, the diagnosis; ``print`` it. For a scaler, a context manager; its ``found``
