@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ from tests.diagnose import runs
 
 import halfstep
 from halfstep import Diagnosis
+from halfstep._tools.diagnose import several_steps
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Operand, Verdict, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -53,6 +54,18 @@ def test_what_was_found_until_the_limit_is_returned() -> None:
     assert (found.verdict, found.bad and found.bad.op) == ("maths", "log")
     assert found.num_replays == 2
     assert any("none began after 0 s" in note for note in found.notes)
+
+
+def test_a_trial_that_the_time_ends_after_a_few_steps_is_none(monkeypatch: Any) -> None:
+    seconds = count()
+    monkeypatch.setattr(several_steps, "own_time", lambda: float(next(seconds)))
+    model = torch.nn.Linear(1, 1, bias=False)
+    x = torch.tensor([[0.0], [1.0]])
+    found = halfstep.diagnose(lambda: torch.log(model(x).abs()).sum().backward())
+    assert found.cure is not None
+    assert (found.cure.trial, found.cure.losses) == ("", ())
+    said = "not tried over several steps: the time was over after 2 steps"
+    assert said in found.cure.remarks
 
 
 def test_several_steps_of_an_optimizer_leave_all_as_it_was() -> None:
