@@ -391,19 +391,13 @@ class Norms(NamedTuple):
 
 
 def norms_of(
-    gradients: Gradients,
-    scale: Scalar | None,
-    device: torch.device | None = None,
-    *,
-    may_overflow: bool = True,
+    gradients: Gradients, scale: Scalar | None, device: torch.device | None = None
 ) -> Norms:
     """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
 
     A norm is inf or NaN if and only if the gradient has such an entry, so this is also a check.
-    With a ``device``, that of the scale, the sum of all squares is formed there. If it
-    ``may_overflow`` on the CPU and does, the gradients to blame are read again.
+    With a ``device``, that of the scale, the sum of all squares is formed there.
     """
-    may_overflow = may_overflow and device is not None and device.type in READABLE
     on_device = {}
     is_grad_enabled = torch.is_grad_enabled()
     set_grad_enabled(False)
@@ -412,21 +406,13 @@ def norms_of(
             values = gradients.values
             if len(positions) < len(values):
                 values = [values[position] for position in positions]
-            on_device[where] = positions, sums_of_squares(values, may_overflow=may_overflow)
+            on_device[where] = positions, sums_of_squares(values)
     finally:
         set_grad_enabled(is_grad_enabled)
     norms = Norms(gradients.params, on_device, scale)
     if device is None:
         return norms
     squares = scalar(norms.sum_of_squares(device))
-    if may_overflow and not math.isfinite(squares):
-        for positions, sums in on_device.values():
-            values = [gradients.values[position] for position in positions]
-            pairs = enumerate(zip(values, sums.isfinite().tolist(), strict=True))
-            bad = [i for i, (each, is_fine) in pairs if each.numel() <= NARROW and not is_fine]
-            if bad:
-                sums[bad] = sums_of_squares([values[i] for i in bad])
-        squares = scalar(norms.sum_of_squares(device))
     found_inf = is_nonfinite(squares) if isinstance(squares, Tensor) else None
     return Norms(gradients.params, on_device, scale, squares, found_inf)
 
@@ -479,14 +465,11 @@ def clip_coefficient(norm: Scalar, max_norm: float, found_inf: Tensor | None = N
 ROW = 1 << 10
 """Number of squares that are added up in float32; the norms of the rows are added up in float64."""
 
-NARROW = 1 << 13
-"""Number of entries up to which those of a whole tensor are: the error is below 1e-5 (measured)."""
-
 SMALL = 1 << 15
 """Number of entries up to which a CPU tensor is converted to float64, which copies it."""
 
 
-def sums_of_squares(tensors: Sequence[Tensor], *, may_overflow: bool = False) -> Tensor:
+def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of every tensor.
 
     The square root has a relative error of 1e-5. Squares may underflow in float32: entries below
@@ -496,24 +479,16 @@ def sums_of_squares(tensors: Sequence[Tensor], *, may_overflow: bool = False) ->
     float64 ``[len(tensors)]``, inf or NaN if and only if that tensor contains inf or NaN. On a
     device without float64 it is float32, and inf also for a norm above 1.8e19. The result has no
     gradient.
-
-    ``may_overflow``: whether it may be that on the CPU too, in which small tensors take two thirds
-    of the time.
     """
     device = tensors[0].device
     dtype = widest_float(device)
-    shortened, may_exceed = list(tensors), torch.float64 in map(attrgetter("dtype"), tensors)
-    if device.type in READABLE:
-        size = max(map(Tensor.numel, tensors))
-        is_narrow = may_overflow and size <= NARROW and dtype is torch.float64 and not may_exceed
-        if is_narrow and all(map(Tensor.is_contiguous, tensors)):
-            norms = norms_of_each(shortened, 2, dtype=torch.float32)
-            return torch.stack(norms).double().square_()
-        if size > SMALL:
-            shortened = list(map(_shortened, tensors))
+    shortened = list(tensors)
+    if device.type in READABLE and any(map(SMALL.__lt__, map(Tensor.numel, tensors))):
+        shortened = list(map(_shortened, tensors))
     sums = torch.stack(norms_of_each(shortened, 2, dtype=dtype)).square_()
     if dtype is torch.float32:
         return sums  # an overflow of the sum is one of the gradients, which could not be clipped
+    may_exceed = torch.float64 in map(attrgetter("dtype"), tensors)
     if may_exceed and not (device.type in READABLE and sums.isfinite().all()):
         is_finite = largest_magnitudes(tensors).isfinite()
         sums = torch.where(is_finite, sums.clamp(max=torch.finfo(dtype).max), sums)

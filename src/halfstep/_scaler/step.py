@@ -520,7 +520,7 @@ def measure(step: Step) -> Step:
         return step
     device, multiplier, ranks = step.loss_scale.device, step.multiplier, step.ranks
     needs_own = multiplier is not None or not ranks.is_together
-    norms = _norms(step, device if needs_own else None)
+    norms = norms_of(step.gradients, multiplier, device if needs_own else None)
     finish = ranks.start_norm(norms, step.gradients, device) if ranks.is_together else None
     # The flags of the other ranks are reduced at the same time as their norms.
     own = None if multiplier is None else _joined_check(step, [norms.flag(device)])
@@ -532,11 +532,6 @@ def measure(step: Step) -> Step:
     if step.is_first:
         own.first = norms.norm, largest(step.gradients, multiplier, device)
     return step._replace(norms=norms, own=own)
-
-
-def _norms(step: Step, device: torch.device | None) -> Norms:
-    # A clipped norm of the first steps is compared with a limit: it has to be exact.
-    return norms_of(step.gradients, step.multiplier, device, may_overflow=not step.is_first)
 
 
 def _joined_check(step: Step, found: list[Tensor]) -> Check:
@@ -691,6 +686,6 @@ def remember_failure(iteration: Iteration, step: Step) -> None:
     elif step.own is not None and (
         # Do they have the values that were measured? Via repr, since NaN != NaN.
         step.norms is None
-        or repr(step.norms.unscaled()) != repr(_norms(step, step.loss_scale.device).unscaled())
+        or repr(step.norms.unscaled()) != repr(norms_of(step.gradients, step.multiplier).unscaled())
     ):
         iteration.ledger.doubt(step.gradients)
