@@ -333,7 +333,7 @@ def test_a_replay_of_a_bad_loss_goes_backward_only_once_it_is_cured() -> None:
     (found,) = watch.found
     assert found.cure.is_finite
     # All but the two of the step as it is; the trial once for each loss; once in the training.
-    assert count == found.num_replays - 3 + len(found.cure.losses) + 1
+    assert count == found.num_replays - 4 + len(found.cure.losses) + 1
 
 
 def test_a_replay_of_a_function_goes_backward_always() -> None:

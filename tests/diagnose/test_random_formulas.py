@@ -94,7 +94,9 @@ def test_a_stable_form_computes_the_same(part: int, tmp_path: Path) -> None:
         source = SOURCE.replace("BODY", body(random.Random(seed)).replace("\n", "\n    "))
         far = source.replace("GAIN", "300")
         found = halfstep.diagnose(run_file(far, tmp_path / f"{seed}.py")["step"])
-        if found.cure is None or not found.cure.edits or "clamp" in found.cure.text:
+        if found.cure is None or not found.cure.edits:
+            continue
+        if "clamp" in found.cure.text or "torch.tanh" in found.cure.text:  # it bounds values
             continue
         assert found.cure.is_finite
         assert run_file(pasted(far, found.cure.edits), tmp_path / "far.py")["step"]().isfinite()

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.text import TableLine, aligned, tell
+from halfstep._common.text import TableLine, aligned, did_you_mean, tell
 from halfstep._tools.cli.exits import CommandError, reason
 
 if TYPE_CHECKING:
@@ -40,17 +40,19 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    from halfstep._tools.doctor.finding import CATALOG
-
     more = "print what a finding means, with two programs"
-    parser.add_argument("--explain", action="append", metavar="ID", choices=CATALOG, help=more)
+    parser.add_argument("--explain", action="append", metavar="ID", help=more)
     parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.explain:
-        from halfstep._tools.doctor.finding import explanation
+        from halfstep._tools.doctor.finding import CATALOG, explanation
 
+        for id in arguments.explain:
+            if id not in CATALOG:
+                known = f"choose one of {', '.join(CATALOG)}{did_you_mean(id, CATALOG)}"
+                raise CommandError(f"--explain {id}: {known}")
         tell("\n\n".join(map(explanation, arguments.explain)))
         return 0
     if arguments.no_machine and not arguments.scripts:

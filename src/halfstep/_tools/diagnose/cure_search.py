@@ -123,8 +123,9 @@ def _of_singular(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
     if not is_singular(call.function) or not any(each.is_one for each in trial.origins(blame)):
         return None
     cure = _best(trial, blame, [], _of_edits(trial, blame, call))
-    is_cure = cure is not None and flaw_of(cure, trial.usual) <= Flaw.DOUBT
-    return cure if is_cure else None
+    if cure is None or cure.kind == "look" or flaw_of(cure, trial.usual) > Flaw.DOUBT:
+        return None
+    return cure
 
 
 def _with_function(cure: Cure, blame: Blame, call: UserCall | None) -> Cure:

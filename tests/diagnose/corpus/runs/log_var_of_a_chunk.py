@@ -1,7 +1,6 @@
 # kind: an operand that is read at more than one place is edited where it is made
 # expect: maths exp
-# cure: log_var = log_var.clamp\(-30, [12]0\)
-# learns: loss < 3e5
+# cure: standardise
 import torch
 from torch import nn
 
