@@ -180,17 +180,14 @@ class Engine:
             return False
         scale = self.loss_scale
         found, later = list[Tensor](), list[Tensor]()  # what only the device knows
-        for plan, step in self.usual.values():
+        for _, step in self.usual.values():
             own, look = step.own, step.look
             assert own is not None
             if isinstance(step.skip, Tensor) and len(self.journal.plans) == 1:
                 found += own.found_here.values()
                 later += [] if look is None else look.found_here.values()
-            # Another optimizer may have unused gradients.
-            elif step.stage is OptState.UNSCALED or isinstance(step.skip, Tensor):
-                return False
-            # A plain step has read its flag. A fused optimizer has it, and may have written to it.
-            if plan.is_fused and not found and any(map(Tensor.item, own.found_here.values())):
+            # Another optimizer may have unused gradients; and its step may write to the flag.
+            elif step.stage is OptState.UNSCALED or own.on_host(scale.is_here) is not False:
                 return False
         if found:
             scale.update(found, later)
