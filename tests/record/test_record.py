@@ -871,7 +871,8 @@ class Lowered(torch.autograd.Function):
 
 
 # A CPU without kernels for bfloat16 computes convolutions in float32.
-OF_CONVOLUTIONS = "bfloat16" if has_onednn(torch.bfloat16) else "float32"
+LOWERS_CONVOLUTIONS = DEVICE != "cpu" or has_onednn(torch.bfloat16)
+OF_CONVOLUTIONS = "bfloat16" if LOWERS_CONVOLUTIONS else "float32"
 
 
 @pytest.mark.parametrize(
