@@ -78,11 +78,11 @@ def _scaled(tensor: Tensor) -> Tensor:
 def _is_large_in_most(large: _Large) -> bool:
     """Return whether the median of a column is large, so that no single row is an outlier."""
     tensor = large.source
+    if tensor.nbytes > LARGEST_COPY or len(torch.unique(tensor)) <= 2:  # a mask
+        return False
     sizes = tensor.float().abs()
     columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
-    is_mask = len(torch.unique(tensor)) <= 2
-    is_small = tensor.nbytes <= LARGEST_COPY
-    return is_small and not is_mask and float(columns.median(0).values.amax()) >= LARGE
+    return float(columns.median(0).values.amax()) >= LARGE
 
 
 def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
