@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeAlias
 from halfstep._tools.doctor.read_names import Function, NameScope, arguments, dotted, passed_to
 from halfstep._tools.doctor.read_sites import (
     Around,
-    Conditions,
     Inside,
     Names,
     Path,
     Site,
     condition_of,
+    forked,
     merged,
 )
 from halfstep._tools.doctor.read_values import Meaning
@@ -75,7 +75,7 @@ class Walk:
         self._names = meaning.names
         self._left: dict[str, list[Path]] = {"return": [], "break": [], "continue": []}
         self._visits = 0
-        self._conditions = Conditions(switches)
+        self._switches = switches
         self._sites: dict[tuple[ast.Call, Inside], Site] = {}
         self._frames: dict[NameScope, str] = {}
 
@@ -137,9 +137,9 @@ class Walk:
                 return paths  # their bodies run when they are called
             case ast.If(test=test, body=body, orelse=orelse):
                 paths = self._calls(test, here, paths)
-                forked = self._conditions.forked(test, paths)
-                yes = self._block(body, here.within(_arm(statement, 0)), forked[0])
-                no = self._block(orelse, here.within(_arm(statement, 1)), forked[1])
+                yes, no = forked(test, paths, self._switches)
+                yes = self._block(body, here.within(_arm(statement, 0)), yes)
+                no = self._block(orelse, here.within(_arm(statement, 1)), no)
                 return merged([*yes, *no])
             case ast.For() | ast.AsyncFor() | ast.While():
                 return self._loop(statement, here, paths)
@@ -241,7 +241,7 @@ class Walk:
                 return paths
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 paths = self._calls(test, here, paths)
-                yes, no = self._conditions.forked(test, paths)
+                yes, no = forked(test, paths, self._switches)
                 return merged([*self._calls(body, here, yes), *self._calls(orelse, here, no)])
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 here = here.within(Around("loop", node))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -146,46 +146,35 @@ class Path:
     names: Names = field(default_factory=dict)  # meanings of names
 
 
-class Conditions:
-    """The decisions of conditions along paths.
+def forked(
+    test: ast.expr, paths: list[Path], switches: Mapping[str, int]
+) -> tuple[list[Path], list[Path]]:
+    """Return the paths on which a condition holds, and those on which it does not.
 
-    Args:
-        switches: The conditions that decide whether the loss is scaled, each with the arm that
-            scales it.
+    ``switches``: the conditions that decide whether the loss is scaled, each with the arm that
+    scales it.
     """
 
-    def __init__(self, switches: Mapping[str, int]) -> None:
-        self._switches = switches
-        self._texts: dict[tuple[ast.expr, int], tuple[str, int]] = {}
+    def on(arm: int) -> list[Path]:
+        decided = set(_decided(test, arm, switches))
+        known = dict(decided)
+        is_contradiction = len(known) < len(decided)
+        if is_contradiction or known.pop("True", 0) != 0 or known.pop("False", 1) != 1:
+            return []
+        fitting = (path for path in paths if all(path.facts.get(e, n) == n for e, n in decided))
+        return [replace(path, facts={**path.facts, **known}) for path in fitting]
 
-    def forked(self, test: ast.expr, paths: list[Path]) -> tuple[list[Path], list[Path]]:
-        """Return the paths on which a condition holds, and those on which it does not."""
+    return on(0), on(1)
 
-        def on(arm: int) -> list[Path]:
-            facts = [(path, self._assume(test, arm, path.facts)) for path in paths]
-            return [replace(path, facts=known) for path, known in facts if known is not None]
 
-        return on(0), on(1)
-
-    def _assume(
-        self, test: ast.expr, arm: int, facts: Mapping[str, int]
-    ) -> Mapping[str, int] | None:
-        """Return the facts with a condition decided, None if they contradict it."""
-        known_text = self._texts.get((test, arm))
-        if known_text is None:
-            known_text = self._texts[test, arm] = condition_of(test, arm)
-        text, arm = known_text
-        if text in ("True", "False"):
-            return facts if (text == "False") == arm else None
-        scaling = self._switches.get(text)
-        key, which = (text, arm) if scaling is None else (MIXED, arm ^ scaling)
-        if facts.get(key, which) != which:
-            return None
-        known: Mapping[str, int] | None = {**facts, key: which}
-        decides_all = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == (arm == 0)
-        for part in test.values if decides_all and isinstance(test, ast.BoolOp) else ():
-            known = None if known is None else self._assume(part, arm, known)
-        return known
+def _decided(test: ast.expr, arm: int, switches: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield the conditions that an arm of a condition decides, each with its own arm."""
+    text, arm = condition_of(test, arm)
+    scaling = switches.get(text)
+    yield (text, arm) if scaling is None else (MIXED, arm ^ scaling)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == (arm == 0):
+        for part in test.values:
+            yield from _decided(part, arm, switches)
 
 
 def merged(paths: Iterable[Path]) -> list[Path]:
