@@ -38,28 +38,12 @@ def test_there_is_no_false_alarm_in_our_own_code() -> None:
     assert alarms == []
 
 
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        ("GradScaler()", "65536 times too large"),
-        ("GradScaler(init_scale=1024)", "1024 times too large"),
-        ("GradScaler(init_scale=2.**10)", "1024 times too large"),
-        ("torch.amp.GradScaler('cuda', 2**12)", "4096 times too large"),
-        ("torch.cuda.amp.GradScaler(256.0)", "256 times too large"),
-        ("GradScaler(init_scale=args.scale)", "too large by the scale"),
-    ],
-)
-def test_a_text_names_the_scale_that_the_scaler_starts_with(made: str, text: str) -> None:
-    source = f"scaler = {made}\nscaler.scale(loss).backward()\noptimizer.step()\n"
-    (bypassed,) = [each for each in check_source(IMPORTS + source) if each.id == "scaler-bypassed"]
-    assert text in bypassed.text
-    assert bypassed.code == "scaler.step(optimizer)\nscaler.update()"
-    (bypassed,) = [
-        each
-        for each in check_source(IMPORTS + source + "scaler.update()\n")
-        if each.id == "scaler-bypassed"
-    ]
-    assert bypassed.code == "scaler.step(optimizer)"
+def test_the_code_updates_a_scaler_that_the_file_does_not_update() -> None:
+    source = "scaler = GradScaler()\nscaler.scale(loss).backward()\noptimizer.step()\n"
+    for update, code in (("", "\nscaler.update()"), ("scaler.update()\n", "")):
+        found = check_source(IMPORTS + source + update)
+        (bypassed,) = [each for each in found if each.id == "scaler-bypassed"]
+        assert bypassed.code == f"scaler.step(optimizer){code}"
 
 
 def test_in_an_accumulation_unscale_belongs_to_the_pass_that_steps() -> None:

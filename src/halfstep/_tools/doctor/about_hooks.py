@@ -27,8 +27,7 @@ def findings(program: Program) -> Iterator[Finding]:
     for line, hook, function, names in _functions(program) if scaler else ():
         why = _why(function, names)
         if why and "scale" not in ast.unparse(function):
-            known = program.known_of(scaler)
-            yield finding("hook-on-scaled", line, known, scaler=scaler, hook=hook, why=why)
+            yield finding("hook-on-scaled", line, scaler=scaler, hook=hook, why=why)
 
 
 def _functions(program: Program) -> Iterator[tuple[int, str, ast.AST, set[str]]]:

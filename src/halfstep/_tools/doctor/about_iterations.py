@@ -215,8 +215,8 @@ def _closures(program: Program) -> Iterator[Finding]:
             scales = next(filter(None, map(program.scaled_by, inner)), "")
             if scales:
                 stepped = dotted(site.owner)
-                known = program.known_of(scales)
-                yield finding("scaler-bypassed", site.line, known, scaler=scales, optimizer=stepped)
+                known = {"scaler": scales, "optimizer": stepped}
+                yield finding("scaler-bypassed", site.line, program.updates(scales), **known)
         if not program.is_scaler_step(site) or len(site.call.args) < 2:
             continue
         scaler = program.meaning.scaler(site.owner, site.scope)
@@ -428,8 +428,8 @@ class _IterationWalk(Walk):
             return  # perhaps on another path, behind a check of its gradients
         if id == "gradients-dropped" and not self._arms[line] <= self._arms[values["step"]]:
             return  # they are dropped on a condition, to leave the step out
-        known = self._program.known_of(str(values.get("scaler", "")))
-        self.found.append(finding(id, line, known, **values))
+        is_updated = self._program.updates(str(values.get("scaler", "")))
+        self.found.append(finding(id, line, is_updated, **values))
 
 
 def _optimizer_of(site: Site) -> str:

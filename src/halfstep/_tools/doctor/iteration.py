@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from halfstep._common.numbers import power
 from halfstep._tools.doctor import finding as catalog
 from halfstep._tools.doctor.finding import Finding
 
@@ -250,16 +249,8 @@ def _shown(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-def finding(
-    id: str, line: int, known: tuple[float | None, bool] = (None, False), **values: object
-) -> Finding:
-    """Return a finding about the calls of an iteration.
-
-    ``known`` is the scaler's first scale, None if it is unknown, and whether the file updates it.
-    """
-    scale, is_updated = known
+def finding(id: str, line: int, is_updated: bool = False, **values: object) -> Finding:
+    """Return a finding about the calls of an iteration, in a file that may update the scaler."""
     values["update"] = "" if is_updated else f"\n{values.get('scaler')}.update()"
-    values["at_first"] = "" if scale is None else f" ({power(scale)} at first)"
-    values["too_large"] = f"{scale:g} times too large" if scale else "too large by the scale"
     names = [str(values[each]) for each in ("scaler", "optimizer", "loss") if each in values]
     return catalog.finding(id, line, names, **values)

@@ -247,11 +247,9 @@ class Program:
         arms = site.arms.items()
         return next((n for s, n in arms if self.meaning.switch(s, site.scope) in switches), None)
 
-    def known_of(self, scaler: str) -> tuple[float | None, bool]:
-        """Return the first scale of a scaler, None if unknown, and whether the file updates it."""
-        made = self.scalers.get(scaler)
-        updated = (dotted(site.owner) for site in self.sites if site.method == "update")
-        return None if made is None else made.init_scale, scaler in updated
+    def updates(self, scaler: str) -> bool:
+        """Return whether the file updates a scaler."""
+        return any(s.method == "update" and dotted(s.owner) == scaler for s in self.sites)
 
 
 def _first(site: Site) -> str:

@@ -46,7 +46,6 @@ class SourceScaler:
     line: int = 0  # where it is created; 0 if elsewhere
     switch: str = ""  # the source of ``enabled``
     device: str = ""  # "cuda", "cpu"; empty if uncertain
-    init_scale: float | None = None  # None if uncertain
 
 
 _AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
@@ -177,7 +176,7 @@ class Meaning:
     def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         """Return the scaler that ``node`` stands for, None if it is not known to be one."""
         found = self._each(node, scope, self._scaler_as_written)
-        return _certain(found, device="", init_scale=None, is_guard=True)
+        return _certain(found, device="", is_guard=True)
 
     def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
         """Return whether ``node`` is a scaler, or ``node`` or its key is named like one.
@@ -294,7 +293,7 @@ class Meaning:
         first = 0 if _device_in(name) else 1  # after the device
         schedule = argument(node, "schedule")
         is_static = isinstance(schedule, ast.Call) and dotted(schedule.func).endswith("Static")
-        given, scale = argument(node, "enabled", first + 4), argument(node, "init_scale", first)
+        given = argument(node, "enabled", first + 4)
         return SourceScaler(
             name.startswith("torch."),
             self._flag(given, scope),
@@ -302,12 +301,7 @@ class Meaning:
             node.lineno,
             self.switch("" if given is None else ast.unparse(given), scope),
             self._device_of_scaler(node, name, scope),
-            2.0**16 if scale is None else self._number(scale, scope),
         )
-
-    def _number(self, node: ast.expr, scope: NameScope) -> float | None:
-        value = self.constant(node, scope)
-        return float(value) if isinstance(value, int | float) and value > 0 else None
 
     def _device_of_scaler(self, call: ast.Call, name: str, scope: NameScope) -> str:
         device = argument(call, "device", 0)
@@ -348,10 +342,6 @@ def _only(names: Iterable[str]) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    match node:
-        case ast.BinOp(ast.Constant(value=int() | float() as base), ast.Pow(), right):
-            exponent = _literal(right)
-            return base**exponent if exponent in range(64) else _MISSING
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
