@@ -268,8 +268,7 @@ def _elsewhere(program: Program, lowered: str) -> str:
     names_no_device = not any(map(_MOVING.search, {*program.words, *program.imported}))
     if lowered == "cuda" and not moves and program.makes_optimizer and names_no_device:
         return "the model stays on cpu"
-    scalers = [name for name, scaler in program.scalers.items() if scaler.device == "cuda"]
-    return f"`{scalers[0]}` is made for cuda" if lowered == "cpu" and scalers else ""
+    return ""
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:

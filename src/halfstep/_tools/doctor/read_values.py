@@ -45,7 +45,6 @@ class SourceScaler:
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, schedule=Static())
     line: int = 0  # where it is created; 0 if elsewhere
     switch: str = ""  # the source of ``enabled``
-    device: str = ""  # "cuda", "cpu"; empty if uncertain
 
 
 _AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
@@ -176,7 +175,7 @@ class Meaning:
     def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         """Return the scaler that ``node`` stands for, None if it is not known to be one."""
         found = self._each(node, scope, self._scaler_as_written)
-        return _certain(found, device="", is_guard=True)
+        return _certain(found, is_guard=True)
 
     def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
         """Return whether ``node`` is a scaler, or ``node`` or its key is named like one.
@@ -300,15 +299,7 @@ class Meaning:
             is_static,
             node.lineno,
             self.switch("" if given is None else ast.unparse(given), scope),
-            self._device_of_scaler(node, name, scope),
         )
-
-    def _device_of_scaler(self, call: ast.Call, name: str, scope: NameScope) -> str:
-        device = argument(call, "device", 0)
-        if _device_in(name) or device is None:
-            return _device_in(name) or ("cuda" if name.startswith("torch.") else "")
-        types = self.devices(device, scope)
-        return types.pop() if len(types) == 1 else ""
 
     def switch(self, text: str, scope: NameScope) -> str:
         """Return the source of a switch, resolved through names that are bound once."""
