@@ -331,8 +331,7 @@ class _IterationWalk(Walk):
         if scaler and site.method != "update":
             own["optimizer"] = _optimizer_of(site)
         closure = argument(site.call, "closure", 1 if scaler else 0)
-        sets_scale = site.method == "update" and bool(arguments(site.call))
-        return Call(site.line, scaler, optimizer, own, closure is not None, sets_scale)
+        return Call(site.line, scaler, optimizer, own, closure is not None)
 
     def _backward(self, now: Iteration, site: Site, names: Names) -> Iteration:
         loss: ast.expr | None = site.owner

@@ -67,7 +67,6 @@ class Call:
     optimizer: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     has_closure: bool = False
-    sets_scale: bool = False  # update(new_scale)
     decided: frozenset[str] = frozenset()  # the conditions that are decided
 
     @property
@@ -198,10 +197,6 @@ def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
     stepped = {optimizer for scaler, optimizer, _ in now.stepped if scaler == call.scaler}
     left, others = unscaled - stepped, stepped - unscaled
     name = call.names["scaler"]
-    first = [line for key, line in now.updated if key == call.scaler]
-    is_second = now.is_used and first and call.line not in first and not call.sets_scale
-    if is_second and not unscaled and not stepped:
-        report("update-twice", call.line, scaler=name, first=min(first))
     if now.is_scaled and not now.is_used and not unscaled and not stepped:
         report("update-before-step", call.line, scaler=name, optimizer="optimizer")
     if now.has_clip and left and others and not any("[*]" in key for key in unscaled | stepped):
