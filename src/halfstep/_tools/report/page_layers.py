@@ -8,7 +8,7 @@ import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 from halfstep._common.formats import FORMATS
@@ -267,6 +267,7 @@ def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
     numbered = [(n, layer) for n, layer in enumerate(summary.layers) if layer.kind == kind]
     names = [layer.name for _, layer in numbered]
     row_height = max(3, min(16, 720 // len(names)))
+    apart = math.ceil(LABEL_HEIGHT / row_height)
     of_layers = [cells[kind, name] for name in names]
     return Tab(
         kind,
@@ -274,7 +275,7 @@ def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])
-            for index in labelled(names, row_height)
+            for index in range(0, len(names), apart)
         ],
         [
             _map(HEADROOM, of_layers, num_columns, lambda each: each.headroom, min),
@@ -322,24 +323,6 @@ def _title(layer: Layer) -> str:
     if layer.nan or layer.inf:
         pieces.append(f"{count(layer.nan)} NaN, {count(layer.inf)} inf")
     return "\n".join(pieces)
-
-
-def labelled(names: Sequence[str], row_height: int) -> list[int]:
-    """Return the rows with a label: labels do not overlap, and starts of groups come first."""
-    apart = math.ceil(LABEL_HEIGHT / row_height)
-    by_weight = sorted(range(len(names)), key=lambda i: (_depth_of_change(names, i), i))
-    taken: set[int] = set()
-    for index in by_weight:
-        if all(near not in taken for near in range(index - apart + 1, index + apart)):
-            taken.add(index)
-    return sorted(taken)
-
-
-def _depth_of_change(names: Sequence[str], index: int) -> int:
-    """Return the number of leading path parts that a name shares with the one before it."""
-    before = names[index - 1].split(".") if index else []
-    pairs = zip(before, names[index].split("."), strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _short(name: str) -> str:
