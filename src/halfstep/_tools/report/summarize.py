@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
 from statistics import fmean, median, quantiles
@@ -196,11 +196,6 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         return None
     last_step, before_last = scaled[-1]
     last = before_last if last_step.scale_after is None else last_step.scale_after
-    # Each optimizer may have its own scaler.
-    by_optimizer: dict[str, dict[int, tuple[float, bool]]] = {}
-    for step, scale in scaled:
-        by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
-    kept = [x for used in by_optimizer.values() for x in _without_single([*used.values()])]
     seen = [scale for _, scale in scaled]
     # A loss that was bad before, as with a guard, is not caused by the backward pass. Later steps
     # of a run of skips have the reason too, at scales from its beginning on.
@@ -214,24 +209,12 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         first=seen[0],
         last=last,
         before_last=before_last,
-        min=min(*kept, last),
+        min=min(*seen, last),
         max=max(*seen, last),
         overflowed_at=overflowed_at,
         stuck_at=stuck_at,
         stuck=tuple(step for step, scale in stuck.items() if scale == stuck_at),
     )
-
-
-def _without_single(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """Yield all scales except those of single iterations after a skip, before a trial.
-
-    ``used`` contains the scale of each iteration, and whether its step was taken.
-    """
-    for index, (scale, _) in enumerate(used):
-        before, was_taken = used[max(index - 1, 0)]
-        after, _ = used[min(index + 1, len(used) - 1)]
-        if was_taken or not before > scale < after:
-            yield scale
 
 
 def _loss(steps: Iterable[Step]) -> Curve | None:

@@ -132,8 +132,7 @@ class ScaleCourse:
         first: The scale before the first step.
         last: The scale after the last step.
         before_last: The scale of the last step.
-        min: The smallest scale, without single iterations at a far lower scale, after which
-            it rises again.
+        min: The smallest scale, also of a single step before a trial of a larger one.
         overflowed_at: The smallest scale at which a step was skipped for overflow; None without
             overflow.
         stuck_at: The lower limit of the scale, at which gradients were inf or NaN and the loss
