@@ -102,7 +102,8 @@ def test_what_was_not_measured_has_no_diagram():
 
 
 def test_optimizers_have_their_own_curves():
-    steps = [step(n, name) for n in (1, 2) for name in ("SGD", "AdamW", "AdamW")]
+    steps = [step(n, name) for n in (1, 2) for name in ("SGD", "AdamW")]
+    steps += [replace(step(n, "AdamW"), number=2) for n in (1, 2)]
     assert [track.name for track in tracks_of("", steps)] == ["SGD", "AdamW", "AdamW 2"]
     drawn = curves({"": steps})
     assert drawn.names == ["SGD", "AdamW", "AdamW 2"]

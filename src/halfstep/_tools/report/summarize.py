@@ -399,15 +399,8 @@ class Track(NamedTuple):
 
 
 def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
-    """Split the steps of a run by optimizer; those of the same class are told apart by order."""
-    found: dict[tuple[str, int], list[Step]] = {}
-    iteration, names = 0, list[str]()
-    for step in steps:
-        if step.step != iteration:
-            iteration, names = step.step, []
-        names.append(step.optimizer)
-        number = step.number or names.count(step.optimizer)
-        found.setdefault((step.optimizer, number), []).append(step)
+    """Split the steps of a run by optimizer; those of the same class have numbers."""
+    found = grouped(steps, lambda step: (step.optimizer, step.number or 1))
     if len(found) == 1:
         return [Track(run, tuple(steps))]
     return [
