@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
 from statistics import fmean, median, quantiles
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from msgspec import structs
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import Culprits, Measured, PolicySeen, Run, Step
+from halfstep._tools.record.run import Culprits, Measured, Model, PolicySeen, Run, Step
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
     OTHER_CAUSES,
@@ -333,10 +333,6 @@ def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
 # --- where each skipped step began ----------------------------------------------------------------
 
 
-_Models: TypeAlias = Sequence[tuple[str, int, tuple[str, ...]]]
-"""For each model: class, number of parameters, and modules in the order in which they ran."""
-
-
 class Beginning(NamedTuple):
     """The origin of one skipped step."""
 
@@ -357,17 +353,14 @@ def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
     return {key: _first(alike, models) for key, alike in by_step.items()}
 
 
-def _models(run: Run) -> Mapping[int, _Models]:
+def _models(run: Run) -> Mapping[int, list[Model]]:
     """Return the models of each rank: its own, or those of the first rank."""
     own = grouped(run.models, lambda model: model.rank)
-    of_first = own.get(None, [])
-    return {
-        rank: [(each.name, each.parameters, each.modules) for each in own.get(rank, of_first)]
-        for rank in run.ranks
-    }
+    models = {rank: own.get(rank, own.get(None, [])) for rank in run.ranks}
+    return {n: [structs.replace(x, step=1, rank=None) for x in of] for n, of in models.items()}
 
 
-def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginning:
+def _first(found: Sequence[Culprits], models: Mapping[int, list[Model]]) -> Beginning:
     """Return the culprits that the backward pass reached first.
 
     In one model, they are in the module that ran last. In a pipeline each stage has its own model;
@@ -375,7 +368,7 @@ def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginnin
     """
     known = [each for each in found if each.began_in is not None] or found
     if all(models[each.rank] == models[known[0].rank] for each in known):
-        modules = [name for *_, names in models[known[0].rank] for name in names]
+        modules = [name for model in models[known[0].rank] for name in model.modules]
         places = {name: place for place, name in enumerate(modules)}
         first = max(known, key=lambda each: places.get(each.began_in or "", -1))
     else:
