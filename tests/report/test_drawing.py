@@ -30,10 +30,6 @@ def test_what_lies_outside_is_drawn_at_the_end():
     assert (axis.units(-7.0), axis.units(9.0)) == (0, 1000)
 
 
-def test_an_axis_of_one_value_has_it_in_the_middle():
-    assert Axis(3.0, 3.0).percent(3.0) == 50.0
-
-
 @pytest.mark.parametrize(
     ("low", "high", "numbers"),
     [(1, 500, [100, 200, 300, 400, 500]), (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (2, 2, [2])],

@@ -266,10 +266,7 @@ def _points(track: Track, x: Axis) -> dict[str, Any]:
 
 def _short(key: Key, value: float | None) -> float | None:
     """Return a value rounded to the digits that are shown; a scale stays exact."""
-    if value is None or not math.isfinite(value):
-        return value
-    short = value if key == "scale" else float(f"{value:.4g}")
-    return int(short) if short.is_integer() and abs(short) < 2.0**53 else short
+    return value if value is None or key == "scale" else float(f"{value:.4g}")
 
 
 # --- steps in columns -----------------------------------------------------------------------------
@@ -328,8 +325,6 @@ class Axis(NamedTuple):
 
     def share(self, value: float) -> float:
         """Return the position of a value along the side, 0 to 1; values outside are clamped."""
-        if self.high == self.low:
-            return 0.5
         share = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
         return 1 - share if self.points_up else share
 
