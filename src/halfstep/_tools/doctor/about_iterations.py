@@ -15,7 +15,7 @@ from halfstep._tools.doctor.read_names import Function, NameScope, arguments, do
 from halfstep._tools.doctor.read_paths import LOSSES, UNKNOWN, Walk, is_object
 from halfstep._tools.doctor.read_program import Program, Root
 from halfstep._tools.doctor.read_sites import MIXED, Names, Path, Site
-from halfstep._tools.doctor.read_values import argument, is_optimizer_name
+from halfstep._tools.doctor.read_values import argument
 
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
 """A pattern for functions of other files that may run a backward pass or step."""
@@ -241,7 +241,6 @@ class _IterationWalk(Walk):
         self._is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
         plain = filter(program.is_optimizer_step, program.sites)
         self._stepped_by_hand = {dotted(site.owner) for site in plain}
-        self._arms: dict[object, set[tuple[str, int]]] = {}  # by line
         self._kinds: dict[ast.Call, str] = {}
         self._mattering: dict[ast.AST, bool] = {}
 
@@ -287,7 +286,6 @@ class _IterationWalk(Walk):
             return self._made(now, site, path.names)
         if self._program.is_backward(site):
             return self._backward(now, site, path.names)
-        self._arms[site.line] = set(site.arms.items())
         key = self.key(site.owner, site.scope, path.names)
         if self.meaning.is_scaler(site.owner, site.scope, key):
             is_on = self.meaning.may_be_on(site.owner, site.scope)
@@ -298,9 +296,7 @@ class _IterationWalk(Walk):
             call = replace(self._call_of(site, optimizer=key), decided=frozenset(path.facts))
             return iteration.after_plain_step(now, call, self._report)
         if site.method == "zero_grad":
-            is_named = is_optimizer_name(key)
-            of = {key} if is_named else self._program.optimizers_of(site.owner)
-            return iteration.after_zero_grad(now, of, site.line)
+            return iteration.after_zero_grad(now)
         if kind == "clip":
             return iteration.after_clip(now, Call(site.line, decided=frozenset(path.facts)))
         is_known = self.followed(site) is not None or not self._may_change(site)
@@ -312,7 +308,7 @@ class _IterationWalk(Walk):
 
     def after_failure(self, state: Iteration) -> Iteration:
         """Return the state after an exception was caught: the gradients are uncertain."""
-        return replace(state, is_uncertain=True, zeroed=frozenset())
+        return replace(state, is_uncertain=True)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -425,8 +421,6 @@ class _IterationWalk(Walk):
     def _report(self, id: str, line: int, **values: object) -> None:
         if values.get("other") in self._stepped_by_hand:
             return  # perhaps on another path, behind a check of its gradients
-        if id == "gradients-dropped" and not self._arms[line] <= self._arms[values["step"]]:
-            return  # they are dropped on a condition, to leave the step out
         is_updated = self._program.updates(str(values.get("scaler", "")))
         self.found.append(finding(id, line, is_updated, **values))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -35,7 +35,6 @@ class Iteration:
     stepped: _Calls = frozenset()  # calls of scaler.step since update
     clipped: int = 0  # the line that clipped scaled gradients
     has_clip: bool = False  # gradients were clipped since update
-    zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers with dropped gradients, lines
     updated: frozenset[tuple[str, int]] = frozenset()  # scalers updated since backward, lines
     made: frozenset[tuple[str, tuple[ast.AST, ...], int]] = frozenset()  # scalers, loops, lines
 
@@ -53,7 +52,7 @@ class Iteration:
         """Return the state after a variable was bound to another object."""
         kept: dict[str, Any] = {
             name: frozenset(each for each in getattr(self, name) if key not in each)
-            for name in ("unscaled", "stepped", "zeroed")
+            for name in ("unscaled", "stepped")
         }
         return replace(self, **kept)
 
@@ -127,16 +126,14 @@ def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Ite
         _check_step(now, call, is_idle, report)
     stepped = now.stepped | {(call.scaler, call.optimizer, call.line)}
     used = now.used | {call.optimizer}
-    return replace(now, stepped=stepped, used=used, zeroed=frozenset(), clipped=0)
+    return replace(now, stepped=stepped, used=used, clipped=0)
 
 
 def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> None:
     is_unscaled = 0 in now.losses or (max(now.losses) < 0 and is_idle)
     if _check_scale(now, call, report) or now.is_used:
         return
-    if _zeroed_at(now, call.optimizer):
-        _dropped(now, call, report)
-    elif is_unscaled and not now.is_dropped:
+    if is_unscaled and not now.is_dropped:
         report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
     elif now.clipped:
         where = ", both only where the step is" if call.decided - now.decided else ""
@@ -176,19 +173,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
             report("step-unchecked", call.line, **names)
     elif is_known and now.is_scaled and not is_late:
         report("scaler-bypassed", call.line, **names)
-    elif is_known and not now.is_used and _zeroed_at(now, call.optimizer):
-        _dropped(now, call, report)
-    return replace(now, used=now.used | {call.optimizer}, zeroed=frozenset(), clipped=0)
-
-
-def _zeroed_at(now: Iteration, optimizer: str) -> int:
-    """Return the line that dropped the gradients of a visible backward pass, else 0."""
-    return next((line for key, line in now.zeroed if key == optimizer and now.line), 0)
-
-
-def _dropped(now: Iteration, call: Call, report: Report) -> None:
-    line, optimizer = _zeroed_at(now, call.optimizer), call.names["optimizer"]
-    report("gradients-dropped", line, first=now.line, step=call.line, optimizer=optimizer)
+    return replace(now, used=now.used | {call.optimizer}, clipped=0)
 
 
 def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
@@ -212,13 +197,9 @@ def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
     )
 
 
-def after_zero_grad(now: Iteration, optimizers: Iterable[str], line: int) -> Iteration:
-    """Return the state after the gradients of optimizers were dropped."""
-    if now.is_used or not now.losses:
-        return now
-    return replace(
-        now, zeroed=now.zeroed | {(optimizer, line) for optimizer in optimizers}, is_dropped=True
-    )
+def after_zero_grad(now: Iteration) -> Iteration:
+    """Return the state after gradients were dropped."""
+    return replace(now, is_dropped=bool(now.losses) and not now.is_used)
 
 
 def after_clip(now: Iteration, call: Call) -> Iteration:
@@ -235,8 +216,8 @@ def next_iteration(now: Iteration) -> Iteration:
 
 def after_unknown(now: Iteration) -> Iteration:
     """Return the state after a call that may step or run a backward pass."""
-    now = replace(now, unscaled=frozenset(), stepped=frozenset(), zeroed=frozenset())
-    return replace(now, updated=frozenset(), is_uncertain=True)
+    no_calls: _Calls = frozenset()
+    return replace(now, unscaled=no_calls, stepped=no_calls, updated=frozenset(), is_uncertain=True)
 
 
 def _shown(key: str) -> str:

@@ -157,22 +157,6 @@ class Program:
         """Return whether a call steps an optimizer without a scaler."""
         return site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope)
 
-    def optimizers_of(self, model: ast.expr) -> set[str]:
-        """Return the names of the optimizers that are created from a model's parameters.
-
-        If the file creates none, return the stepped optimizer if there is exactly one.
-        """
-        named = [built for built in self.built if built.site.target is not None]
-        if named:
-            return {built.name for built in named if built.model == ast.unparse(model)}
-        return self._stepped if len(self._stepped) == 1 else set()
-
-    @cached_property
-    def _stepped(self) -> set[str]:
-        """The names of the optimizers that are stepped."""
-        stepped = {dotted(site.owner) for site in self.sites if self.is_optimizer_step(site)}
-        return stepped | {_first(site) for site in self.sites if self.is_scaler_step(site)}
-
     @cached_property
     def makes_optimizer(self) -> bool:
         """Whether a call creates an optimizer without master weights."""

@@ -201,7 +201,7 @@ class Meaning:
         """Return whether ``node`` is an optimizer, or ``node`` or its key is named like one."""
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
             return False  # such as the schedule in `optimizers[parameter][1]`
-        if _OF_OPTIMIZERS.match(_last_name(node)) or is_optimizer_name(key):
+        if _OF_OPTIMIZERS.match(_last_name(node)) or _is_optimizer_name(key):
             return True
         return self._is_made_by(self.makes_optimizer, node, scope)
 
@@ -350,7 +350,7 @@ def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
     return before[-1] if is_given and is_certain else None
 
 
-def is_optimizer_name(key: str) -> bool:
+def _is_optimizer_name(key: str) -> bool:
     """Return whether a key of a walk ends with a name that is typical for an optimizer."""
     last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
     return "optim" in last or last.startswith("opt") or last.endswith("_opt")
