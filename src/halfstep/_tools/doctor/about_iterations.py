@@ -239,8 +239,6 @@ class _IterationWalk(Walk):
         self.found: list[Finding] = []
         self._program = program
         self._is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
-        plain = filter(program.is_optimizer_step, program.sites)
-        self._stepped_by_hand = {dotted(site.owner) for site in plain}
         self._kinds: dict[ast.Call, str] = {}
         self._mattering: dict[ast.AST, bool] = {}
 
@@ -419,8 +417,6 @@ class _IterationWalk(Walk):
         return not self.meaning.is_scheduler(site.owner, site.scope)
 
     def _report(self, id: str, line: int, **values: object) -> None:
-        if values.get("other") in self._stepped_by_hand:
-            return  # perhaps on another path, behind a check of its gradients
         is_updated = self._program.updates(str(values.get("scaler", "")))
         self.found.append(finding(id, line, is_updated, **values))
 

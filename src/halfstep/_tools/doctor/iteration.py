@@ -34,7 +34,6 @@ class Iteration:
     decided: frozenset[str] = frozenset()  # the conditions decided at unscale_, or else the clip
     stepped: _Calls = frozenset()  # calls of scaler.step since update
     clipped: int = 0  # the line that clipped scaled gradients
-    has_clip: bool = False  # gradients were clipped since update
     updated: frozenset[tuple[str, int]] = frozenset()  # scalers updated since backward, lines
     made: frozenset[tuple[str, tuple[ast.AST, ...], int]] = frozenset()  # scalers, loops, lines
 
@@ -82,9 +81,7 @@ def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> I
     """Return the state after the backward pass of a loss that was scaled ``scaled`` times."""
     if scaled > 1:
         report("scaled-twice", call.line, **call.names)
-    fresh = Iteration(
-        unscaled=now.unscaled, stepped=now.stepped, has_clip=now.has_clip, made=now.made
-    )
+    fresh = Iteration(unscaled=now.unscaled, stepped=now.stepped, made=now.made)
     if now.losses and not (now.is_used or now.is_dropped):
         fresh = replace(
             fresh,
@@ -178,22 +175,14 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
 
 def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``scaler.update()``."""
-    unscaled = {optimizer for scaler, optimizer, _ in now.unscaled if scaler == call.scaler}
-    stepped = {optimizer for scaler, optimizer, _ in now.stepped if scaler == call.scaler}
-    left, others = unscaled - stepped, stepped - unscaled
-    name = call.names["scaler"]
-    if now.is_scaled and not now.is_used and not unscaled and not stepped:
-        report("update-before-step", call.line, scaler=name, optimizer="optimizer")
-    if now.has_clip and left and others and not any("[*]" in key for key in unscaled | stepped):
-        line = next(line for _, key, line in now.stepped if key not in unscaled)
-        shown = {"other": _shown(min(left)), "optimizer": _shown(min(others))}
-        report("unscale-of-another", line, scaler=name, **shown)
+    is_checked = any(scaler == call.scaler for scaler, *_ in now.unscaled | now.stepped)
+    if now.is_scaled and not now.is_used and not is_checked:
+        report("update-before-step", call.line, optimizer="optimizer", **call.names)
     return replace(
         now,
         unscaled=frozenset(each for each in now.unscaled if each[0] != call.scaler),
         stepped=frozenset(each for each in now.stepped if each[0] != call.scaler),
         updated=now.updated | {(call.scaler, call.line)},
-        has_clip=False,
     )
 
 
@@ -205,8 +194,8 @@ def after_zero_grad(now: Iteration) -> Iteration:
 def after_clip(now: Iteration, call: Call) -> Iteration:
     """Return the state after gradients were clipped without unscaling them."""
     if now.is_scaled and not now.is_unscaled and not now.is_used:
-        now = replace(now, clipped=call.line, decided=call.decided)
-    return replace(now, has_clip=True)
+        return replace(now, clipped=call.line, decided=call.decided)
+    return now
 
 
 def next_iteration(now: Iteration) -> Iteration:
@@ -218,11 +207,6 @@ def after_unknown(now: Iteration) -> Iteration:
     """Return the state after a call that may step or run a backward pass."""
     no_calls: _Calls = frozenset()
     return replace(now, unscaled=no_calls, stepped=no_calls, updated=frozenset(), is_uncertain=True)
-
-
-def _shown(key: str) -> str:
-    """Return a key as written in the source, without its function."""
-    return key.rpartition("/")[2]
 
 
 def finding(id: str, line: int, is_updated: bool = False, **values: object) -> Finding:
