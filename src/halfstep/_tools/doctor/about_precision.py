@@ -35,7 +35,6 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
     yield from _ignored(program)
-    yield from _not_entered(program)
     for root in program.roots:
         yield from _without_forward(program, root)
     for built in (*program.built, *program.trainers):
@@ -186,28 +185,6 @@ def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
     is_theirs = any(name.rpartition(".")[2] in switch for switch in switches)
     is_elsewhere = not scaler.line and not any(_BF16.search(switch) for switch in switches)
     return is_theirs or is_elsewhere or bool(scaler.switch and scaler.switch in switches)
-
-
-def _not_entered(program: Program) -> Iterator[Finding]:
-    """Yield findings about contexts that ``with A and B`` drops."""
-    for site in program.sites:
-        node = site.statement
-        for item in node.items if isinstance(node, ast.With | ast.AsyncWith) else ():
-            whole = item.context_expr
-            if not isinstance(whole, ast.BoolOp):
-                continue
-            entered = program.meaning.possible(whole, site.scope)
-            left = [ast.unparse(value) for value in whole.values if value not in entered]
-            if left:
-                yield finding(
-                    "context-not-entered",
-                    whole.lineno,
-                    left[:1],
-                    whole=ast.unparse(whole),
-                    entered=ast.unparse(entered[-1]),
-                    left=left[0],
-                    commas=", ".join(map(ast.unparse, whole.values)),
-                )
 
 
 def _other_device(program: Program) -> Iterator[Finding]:

@@ -225,6 +225,8 @@ class Walk:
     def _entered(
         self, context: ast.expr, scope: NameScope, is_decorator: bool = False
     ) -> Iterator[Around]:
+        if isinstance(context, ast.BoolOp):
+            return  # it enters one of its operands, and which one is not known
         autocast = self.meaning.autocast(context, scope)
         if autocast is not None:
             yield Around("autocast", context, autocast, is_decorator=is_decorator)

@@ -19,11 +19,6 @@ _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 _OF_OPTIMIZERS = re.compile(r".*optim|opt$|opt_|.*_opt$")  # and not "options"
 _OF_VALUES = re.compile(r"(loss|weight|decay|beta|kl|temp\w*|noise|momentum|dropout|mask)_sched")
 """A pattern for schedules of other values than the learning rate."""
-_CONTEXTS = (
-    *("autocast", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
-    *("nullcontext", "profile", "record_function", "sdpa_kernel"),
-)
-"""The names of functions that return a context."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,8 @@ class Meaning:
             case ast.IfExp(body=body, orelse=orelse):
                 yield from self._follow(body, scope, seen)
                 yield from self._follow(orelse, scope, seen)
-            case ast.BoolOp():
-                for value in self.possible(node, scope):
+            case ast.BoolOp(values=values):
+                for value in values:
                     yield from self._follow(value, scope, seen)
             case ast.NamedExpr(value=value):
                 yield from self._follow(value, scope, seen)
@@ -92,19 +87,6 @@ class Meaning:
                         call = ast.Call(first, [*args, *node.args], [*kept, *node.keywords])
                         return ast.copy_location(call, node), where
         return None
-
-    def possible(self, node: ast.BoolOp, scope: NameScope) -> list[ast.expr]:
-        """Return the operands that ``and`` or ``or`` may return: a context is always true."""
-        is_and, found = isinstance(node.op, ast.And), list[ast.expr]()
-        for value in node.values:
-            called = value.func if isinstance(value, ast.Call) else value
-            name = self._qualified_as_written(called) if value is not called else ""
-            is_true = name.rpartition(".")[2] in _CONTEXTS
-            if not (is_true and is_and and value is not node.values[-1]):
-                found.append(value)
-            if is_true and not is_and:
-                break
-        return found
 
     def _follow_name(
         self, node: ast.Name | ast.Attribute, scope: NameScope, seen: _Seen
