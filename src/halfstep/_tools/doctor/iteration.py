@@ -73,8 +73,8 @@ class Call:
         return "[*]" not in self.optimizer
 
     def lines_in(self, calls: _Calls) -> list[int]:
-        """Return the lines of those calls that have the same scaler and optimizer."""
-        return [line for *of, line in calls if of == [self.scaler, self.optimizer]]
+        """Return the sorted lines of those calls that have the same scaler and optimizer."""
+        return sorted(line for *of, line in calls if of == [self.scaler, self.optimizer])
 
 
 def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> Iteration:
@@ -144,7 +144,7 @@ def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
     updated = [line for key, line in now.updated if key == call.scaler]
     is_other = bool(now.scalers) and all(_are_beside(call.scaler, scaler) for scaler in now.scalers)
     if updated:
-        report("update-before-step", updated[0], **call.names)
+        report("update-before-step", min(updated), **call.names)
     elif is_other:
         report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
     return bool(updated) or is_other
@@ -164,7 +164,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     names = {"scaler": now.scaler or "scaler", **call.names}
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
     if is_known and steps:
-        report("step-twice", call.line, first=steps[0], **names)
+        report("step-twice", call.line, first=min(steps), **names)
     elif is_known and is_unscaled and call.optimizer not in now.used:
         if call.decided <= now.decided:  # no condition since unscale_, such as isfinite(norm)
             report("step-unchecked", call.line, **names)
