@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from operator import itemgetter
 from typing import TypeVar
 
@@ -96,7 +96,10 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     parts = tuple(statistics)
     if not parts:
         raise TypeError("there are no statistics to merge")
-    first, histogram = _sum_of_bins([part for part in parts if part.histogram])
+    by_exponent: Counter[int] = Counter()
+    for part in parts:
+        by_exponent.update(part.by_exponent())
+    first, histogram = binned(by_exponent)
     return Statistics(
         size=sum([part.size for part in parts]),
         measured=sum([part.measured for part in parts]),
@@ -113,18 +116,6 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         updates=_sum_of_known([part.updates for part in parts]),
         lost_updates=_sum_of_known([part.lost_updates for part in parts]),
     )
-
-
-def _sum_of_bins(parts: list[Statistics]) -> tuple[int, tuple[int, ...]]:
-    by_first: dict[int, list[tuple[int, ...]]] = {}
-    for part in parts:
-        by_first.setdefault(part.first, []).append(part.histogram)
-    first = min(by_first, default=0)
-    total = [0] * (max([part.first + len(part.histogram) for part in parts], default=0) - first)
-    for its_first, histograms in by_first.items():
-        for bin, counts in enumerate(zip_longest(*histograms, fillvalue=0), its_first - first):
-            total[bin] += sum(counts)
-    return first, tuple(total)
 
 
 def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
