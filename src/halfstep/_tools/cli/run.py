@@ -178,7 +178,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     from halfstep import preset
     from halfstep._common import machine
-    from halfstep._tools.run.launch import require_file
     from halfstep._tools.run.masters import Additions
     from halfstep._tools.run.session import Command, Options, Session
     from halfstep.errors import RecordError
@@ -189,7 +188,8 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
     if not arguments.module:
         target = _command_in_python(target) or target
         try:
-            require_file(target)
+            with open(target, "rb"):
+                pass
         except OSError as error:
             why = reason(error, Path(target))
             before = arguments.command_line[-len(arguments.target) - 1]
