@@ -105,11 +105,7 @@ class RunSink:
     """
 
     def __init__(self, name: str, folder: Path, *, is_child: bool) -> None:
-        made: dict[str, Callable[[], Sink]] = {
-            "tensorboard": partial(TensorBoard, folder),
-            "wandb": WandB,
-        }
-        self._make = made[name]
+        self._make = partial(TensorBoard, folder) if name == "tensorboard" else WandB
         self._is_child = is_child
         self._sink: Sink | None = None
 
