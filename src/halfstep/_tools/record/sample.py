@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -233,8 +231,7 @@ def _is_being_built(module: nn.Module) -> bool:
 
     Some models call themselves, or their parts, to determine shapes or strides.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in autograd.frames():
         code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount:
             built = frame.f_locals.get(code.co_varnames[0])
@@ -244,7 +241,6 @@ def _is_being_built(module: nn.Module) -> bool:
                 and any(each is module for each in built.modules())
             ):
                 return True
-        frame = frame.f_back
     return False
 
 
