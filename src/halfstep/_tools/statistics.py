@@ -6,14 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import TypeVar
 
 from msgspec import Struct
 
 from halfstep._common.formats import FORMATS, Format
 from halfstep._tools.json import Count, Magnitude, Positive
-
-_Number = TypeVar("_Number", int, float)
 
 
 class Statistics(Struct, frozen=True, gc=False):
@@ -122,6 +119,6 @@ def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(map(itemgetter(name), counts)) for name in FORMATS}
 
 
-def _sum_of_known(values: list[_Number | None]) -> _Number | None:
+def _sum_of_known(values: list[int | None]) -> int | None:
     known = [value for value in values if value is not None]
-    return sum(known[1:], known[0]) if known else None
+    return sum(known) if known else None

@@ -26,8 +26,6 @@ from halfstep._tools.cli.policy import read_policy
 if TYPE_CHECKING:
     from halfstep._tools.run.session import Session
 
-STORES = ("split", "float32")  # of halfstep.master_weights
-
 HELP = "run a training script, unmodified, and record each step"
 DESCRIPTION = (
     "Runs a training script, unmodified, and records each step in a folder: the loss, the "
@@ -94,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masters",
         nargs="?",
         const="split",
-        choices=STORES,
+        choices=("split", "float32"),
         metavar="STORE",
         help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
         "split or float32 (default: split; for float16: float32)",
