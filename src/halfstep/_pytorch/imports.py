@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TypeAlias
 
-Execute: TypeAlias = Callable[[ModuleType], None]
+Execute = Callable[[ModuleType], None]
 
 
 class AroundImports(MetaPathFinder):
