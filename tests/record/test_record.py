@@ -236,9 +236,6 @@ def test_a_skipped_step_names_where_it_began(tmp_path: Path) -> None:
     assert (culprits.step, culprits.optimizer, culprits.began_in) == (3, "SGD", "block.0")
     assert culprits.parameters == ("first.weight", "first.bias", "block.0.weight", "block.0.bias")
     assert culprits.num_parameters == 4
-    assert culprits.num_nan is not None
-    assert culprits.num_inf is not None
-    assert culprits.num_nan + culprits.num_inf > 0
 
 
 def test_messages_of_the_scaler_have_names_too(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ FLUSHED_AT_16K = [
     sample(40, [tensor(*gradient(FLUSHED, "tail"))], 16384.0),
 ]
 WATCHED = {"event": "device", "step": 1, "device": "cpu", "machine": "a CPU"}
-NAN_ONLY = {"num_nan": 12, "num_inf": 0}
 
 LOST = counted({0: 100}, updates=100, lost_updates=90)
 LOSING = [
@@ -195,13 +194,6 @@ RUNS = {
                 skip(2 * n + 2, 2048.0, scale_after=1024.0),
             )
         )
-    ),
-    "NaN without inf": run(
-        *(skip(1, 4096.0), records.culprits(1, "head", **NAN_ONLY)),
-        *(skip(2, 2048.0), records.culprits(2, "head", **NAN_ONLY)),
-    ),
-    "inf beside NaN": run(
-        skip(1, 4096.0), records.culprits(1, "head", **NAN_ONLY | {"num_inf": 1})
     ),
     "an explained skip": run(skip(1, 4096.0), diagnosis(1, verdict="maths", ends=("x",))),
     "skips that began in several places": run(

@@ -103,7 +103,11 @@ def test_a_module_finds_what_python_gives_it(halfstep_run, python, tmp_path):
     [
         ("no_such", "No module named no_such"),
         ("package.no_such", "No module named package.no_such"),
-        ("package", "No module named package.__main__"),
+        (
+            "package",
+            "No module named package.__main__; 'package' is a package and cannot be "
+            "directly executed",
+        ),
         ("../package", "Relative module names not supported"),
     ],
 )

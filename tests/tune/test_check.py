@@ -273,6 +273,21 @@ def test_nothing_changes(make, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not module._forward_pre_hooks
 
 
+def test_lists_of_a_model_are_restored_before_each_pass() -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.calls: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.append(1)
+            return super().forward(x) * len(self.calls)
+
+    model = Counts()
+    assert self_check(model, torch.randn(8, 4)).passed
+    assert model.calls == []
+
+
 def test_nothing_changes_by_an_error() -> None:
     model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4))
     batch = torch.randn(8, 16)

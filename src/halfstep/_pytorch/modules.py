@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._pytorch import modes
+from halfstep._pytorch.imports import AroundImports, Execute
 
 
 def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
@@ -119,26 +119,13 @@ class GlobalHooks:
 _installed: list[GlobalHooks] = []
 
 
-class _Importer(MetaPathFinder):
-    """Watches torch.export once it is imported, which takes seconds."""
-
-    def find_spec(self, name: str, *_: object) -> Any:
-        if name != _EXPORT:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            if _installed:
-                _watch_export()
-
-        spec.loader.exec_module = exec_module
-        return spec
+def _load_export(module: ModuleType, execute: Execute) -> None:
+    execute(module)
+    if _installed:
+        _watch_export()
 
 
-_importer = _Importer()
+_importer = AroundImports((_EXPORT,), _load_export)
 _export: Callable[..., Any] | None = None
 
 

@@ -9,7 +9,6 @@ from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome, pack, unpack
 from halfstep._scaler.scale_state import Dynamic, Reason, Static
 from halfstep._scaler.scaler import GradScaler
-from halfstep._scaler.undo import UnusableEvaluationError, backup_of
 
 __all__ = [
     "DueSchedules",
@@ -21,8 +20,6 @@ __all__ = [
     "Outcome",
     "Reason",
     "Static",
-    "UnusableEvaluationError",
-    "backup_of",
     "guard",
     "is_guarded",
     "pack",

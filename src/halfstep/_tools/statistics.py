@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from operator import itemgetter
-from typing import TypeVar
 
 from msgspec import Struct
 
 from halfstep._common.formats import FORMATS, Format
 from halfstep._tools.json import Count, Magnitude, Positive
-
-_Number = TypeVar("_Number", int, float)
 
 
 class Statistics(Struct, frozen=True, gc=False):
@@ -96,7 +93,10 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     parts = tuple(statistics)
     if not parts:
         raise TypeError("there are no statistics to merge")
-    first, histogram = _sum_of_bins([part for part in parts if part.histogram])
+    by_exponent: Counter[int] = Counter()
+    for part in parts:
+        by_exponent.update(part.by_exponent())
+    first, histogram = binned(by_exponent)
     return Statistics(
         size=sum([part.size for part in parts]),
         measured=sum([part.measured for part in parts]),
@@ -115,22 +115,10 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     )
 
 
-def _sum_of_bins(parts: list[Statistics]) -> tuple[int, tuple[int, ...]]:
-    by_first: dict[int, list[tuple[int, ...]]] = {}
-    for part in parts:
-        by_first.setdefault(part.first, []).append(part.histogram)
-    first = min(by_first, default=0)
-    total = [0] * (max([part.first + len(part.histogram) for part in parts], default=0) - first)
-    for its_first, histograms in by_first.items():
-        for bin, counts in enumerate(zip_longest(*histograms, fillvalue=0), its_first - first):
-            total[bin] += sum(counts)
-    return first, tuple(total)
-
-
 def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(map(itemgetter(name), counts)) for name in FORMATS}
 
 
-def _sum_of_known(values: list[_Number | None]) -> _Number | None:
+def _sum_of_known(values: list[int | None]) -> int | None:
     known = [value for value in values if value is not None]
-    return sum(known[1:], known[0]) if known else None
+    return sum(known) if known else None

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -211,9 +211,7 @@ def _self_of(frame: FrameType) -> Any:
 def torch_modules() -> list[str]:
     """Return the class names of the modules on the stack up to the user's code, innermost first."""
     owners: list[nn.Module] = []
-    for frame in autograd.frames():
-        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
-            break
+    for frame in takewhile(_is_below_user, autograd.frames()):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and all(owner is not each for each in owners):
             owners.append(owner)
@@ -223,12 +221,14 @@ def torch_modules() -> list[str]:
 def is_given_to_module(value: Any) -> bool:
     """Return whether the user's code passed a value to the PyTorch module that is running."""
     given: list[Any] = []
-    for frame in autograd.frames():
-        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
-            break
+    for frame in takewhile(_is_below_user, autograd.frames()):
         if frame.f_code is modules.CALL_CODE:  # the outermost call wins
             given = [*frame.f_locals["args"], *frame.f_locals["kwargs"].values()]
     return any(value is each for each in given)
+
+
+def _is_below_user(frame: FrameType) -> bool:
+    return not (is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE)
 
 
 def called_by_user(tensor: Tensor) -> str | None:

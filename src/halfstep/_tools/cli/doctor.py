@@ -57,7 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.no_machine and not arguments.scripts:
         raise CommandError("--no-machine leaves nothing to do: name a script")
-    machine = None if arguments.no_machine else _measured()
+    machine = None
+    if not arguments.no_machine:
+        from halfstep._tools.doctor.hardware import inspect_machine
+
+        machine = inspect_machine()
     checkup, unread = _read(arguments.scripts, machine)
     scripts = [path for path in arguments.scripts if path not in unread]
     problem = CommandError("\n".join(unread.values()))
@@ -104,12 +108,6 @@ def _read(scripts: list[Path], machine: MachineReport | None) -> tuple[Checkup, 
 
 
 # --- the machine ----------------------------------------------------------------------------------
-
-
-def _measured() -> MachineReport:
-    from halfstep._tools.doctor.hardware import inspect_machine
-
-    return inspect_machine()
 
 
 def _machine_lines(machine: MachineReport) -> Iterator[str]:

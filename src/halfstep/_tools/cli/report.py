@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -34,10 +33,6 @@ examples:
   halfstep report runs/a --against runs/b
                                     compare two runs in runs/a/comparison.html
 """
-
-
-_DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"}
-"""Variables of the environment that are set where a browser can be opened, other systems aside."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,15 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         name = "comparison.html" if others else "report.html"
         path = arguments.output or run.path / name
         print(_written(path, page))
-        if arguments.open and not _opened(path.absolute()):
+        if arguments.open and not webbrowser.open(path.absolute().as_uri()):
             tell(f"there is no browser to open it here: the page is {path.absolute()}", sys.stderr)
     return 0
-
-
-def _opened(path: Path) -> bool:
-    """Open a page in a browser; return whether there is one. One in the terminal is none."""
-    has_display = sys.platform in ("darwin", "win32") or _DISPLAYS & os.environ.keys()
-    return bool(has_display) and webbrowser.open(path.as_uri())
 
 
 def _about(

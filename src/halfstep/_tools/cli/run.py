@@ -26,8 +26,6 @@ from halfstep._tools.cli.policy import read_policy
 if TYPE_CHECKING:
     from halfstep._tools.run.session import Session
 
-STORES = ("split", "float32")  # of halfstep.master_weights
-
 HELP = "run a training script, unmodified, and record each step"
 DESCRIPTION = (
     "Runs a training script, unmodified, and records each step in a folder: the loss, the "
@@ -94,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masters",
         nargs="?",
         const="split",
-        choices=STORES,
+        choices=("split", "float32"),
         metavar="STORE",
         help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
         "split or float32 (default: split; for float16: float32)",
@@ -178,7 +176,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     from halfstep import preset
     from halfstep._common import machine
-    from halfstep._tools.run.launch import require_file
     from halfstep._tools.run.masters import Additions
     from halfstep._tools.run.session import Command, Options, Session
     from halfstep.errors import RecordError
@@ -189,7 +186,8 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
     if not arguments.module:
         target = _command_in_python(target) or target
         try:
-            require_file(target)
+            with open(target, "rb"):
+                pass
         except OSError as error:
             why = reason(error, Path(target))
             before = arguments.command_line[-len(arguments.target) - 1]

@@ -167,15 +167,11 @@ def _ends_cut(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def programs_in(path: Path) -> list[str]:
-    """Return the programs of the segments of a record, each as in its command."""
-    programs = []
-    with path.open("rb") as file:
-        for line in file:
-            if line.startswith(b'{"event":"run"'):
-                with suppress(ValueError, LookupError, TypeError):  # a damaged line
-                    programs.append(str(json.loads(line)["command"][0]))
-    return programs
+def program_in(path: Path) -> str | None:
+    """Return the program of a record, as in the command of its first segment; None if unknown."""
+    with path.open("rb") as file, suppress(ValueError, LookupError, TypeError):  # a damaged line
+        return str(json.loads(file.readline())["command"][0])
+    return None
 
 
 def is_same_program(one: str, other: str) -> bool:

@@ -530,19 +530,12 @@ class Recorder:
             return  # too late: the gradients no longer exist
         if not names:
             return  # the culprits are on another rank
-        counted = outcome.find_culprits()
-        # Clipping after unscale_ has made NaN of inf, maybe of a part, or with another optimizer's.
-        own = _ids_of_gradients(outcome.optimizer)
-        is_clipped = not all(own.isdisjoint(ids) for ids, _ in self._norms)
-        is_there = not is_clipped and any(each.num_entries for each in counted)
         self._write_of_step(
             "culprits",
             optimizer=outcome.optimizer_name,
             began_in=None if outcome.reason in BEGAN_ELSEWHERE else began_in,
             parameters=names[:NUM_CULPRITS],
             num_parameters=len(found),
-            num_nan=sum(each.num_nan for each in counted) if is_there else None,
-            num_inf=sum(each.num_inf for each in counted) if is_there else None,
         )
 
     def _write_buffers(self, step: int) -> None:

@@ -177,8 +177,6 @@ class Culprits(_Event, tag="culprits", frozen=True):
     began_in: str | None  # the module where the backward pass first left the range, if that shows
     parameters: tuple[str, ...]  # names of the first 20
     num_parameters: Count
-    num_nan: Count | None = None  # entries of all of them; None if they no longer existed
-    num_inf: Count | None = None
     rank: int = 0
 
 

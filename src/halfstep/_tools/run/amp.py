@@ -24,19 +24,13 @@ from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import (
     evaluates_first,
     handles_scale,
+    name,
     split_closure,
     with_closure,
 )
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
-from halfstep._scaler import (
-    DueSchedules,
-    GradScaler,
-    GuardScaler,
-    UnusableEvaluationError,
-    access,
-    backup_of,
-)
+from halfstep._scaler import DueSchedules, GradScaler, GuardScaler, access
 from halfstep._tools.patches import Patches, subclasses, watch_steps
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward, ScriptState
@@ -189,8 +183,12 @@ class ScaledSteps:
             others = {key: value for key, value in others.items() if key != "closure"}
             self._take(original, optimizer, rest, others)
             return loss
-        if self._fresh.has(optimizer):
-            return self._take_around(original, closure, optimizer, rest, others)
+        if self._fresh.has(optimizer):  # the scaler's own step would drop these
+            self._script.switch_off(
+                f"{name(optimizer)}.step(closure) uses gradients from before its closure, as SAM "
+                "does, which a GradScaler cannot skip (--amp bf16 needs none)"
+            )
+            return self._take_unscaled(original, optimizer, args, kwargs)
         return self._take_with(closure, optimizer, rest, others)
 
     def _take(self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -250,46 +248,6 @@ class ScaledSteps:
         self._finish(optimizer)
         # The script may use the loss even if the step was skipped.
         return loss if result is None else result
-
-    def _take_around(
-        self,
-        original: StepFunction,
-        closure: StepFunction,
-        optimizer: Optimizer,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Step with existing gradients and a closure, as SAM does around another optimizer.
-
-        The scaler's own step would drop the existing gradients. An inner optimizer still steps
-        through the scaler.
-        """
-        self._script.note_step(optimizer)
-        before = backup_of(optimizer)
-
-        def require_finite() -> None:
-            found = self._fresh.take(optimizer)
-            if found is not None:
-                entry = access.add_check(self._scaler, optimizer, *found)
-                if combine(entry.check.found_inf.values(), CPU):
-                    raise UnusableEvaluationError
-
-        def evaluate() -> Any:
-            loss = closure()
-            require_finite()
-            return loss
-
-        args, kwargs = with_closure(evaluate, args, kwargs)
-        try:
-            require_finite()
-            result = original(optimizer, *args, **kwargs)
-        except UnusableEvaluationError:
-            before.restore()
-            self._scaler.update()
-            self._schedules.note(optimizer, False)
-            return None
-        self._schedules.note(optimizer, True)
-        return result
 
     def _finish(self, optimizer: Optimizer) -> None:
         """Report the outcome to the schedules; end the iteration after the last optimizer."""

@@ -410,7 +410,7 @@ class FreshGradients:
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of an optimizer after they were dropped or zeroed."""
-        self._leave_out(optimizer, self._popped(optimizer))
+        self._left_out += [(optimizer, each) for each in self._popped(optimizer)]
 
     def take_left_out(self) -> list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]]:
         """Return the checks of gradients that were dropped without a step, and forget them.
@@ -420,13 +420,10 @@ class FreshGradients:
         """
         for optimizer, unscaled in [*self._unscaled.items()]:
             alive = _alive(unscaled)
-            self._leave_out(optimizer, [each for each in unscaled if each not in alive])
+            self._left_out += [(optimizer, each) for each in unscaled if each not in alive]
             self._unscaled[optimizer] = alive
         found, self._left_out = self._left_out, []
         return [(owner, each.found_inf) for owner, each in found if not each.of.is_used]
-
-    def _leave_out(self, owner: torch.optim.Optimizer, unscaled: list[UnscaledGradients]) -> None:
-        self._left_out += [(owner, each) for each in unscaled]
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has unscaled gradients that it has not stepped with."""

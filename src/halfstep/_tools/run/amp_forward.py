@@ -91,14 +91,6 @@ class ScriptState:
                 + ("; the loss is scaled anyway" if self.is_scaling else "")
             )
 
-    def note_call(self, names: dict[str, None], name: str) -> None:
-        """Note what runs under our autocast.
-
-        In a replay, a checkpoint also calls modules that are inside of others.
-        """
-        if not is_replaying():
-            names.setdefault(name)
-
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step; the second step of an optimizer marks the end of the first iteration."""
         steps = self.optimizers.get(name_of(optimizer), 0)
@@ -212,25 +204,15 @@ class Forward(TopLevelCalls):
         context = self._context_of(module)
         if context is None:
             return original(module, *args, **kwargs)
-        return in_float32(self._under(context, original, module, *args, **kwargs), self._dtype)
+        with context, self.inside():
+            output = original(module, *args, **kwargs)
+        return in_float32(output, self._dtype)
 
     @not_compiled
     def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a loss function under autocast if an argument is in the lower precision."""
-        context = self._context_of_loss(name, [*args, *kwargs.values()])
-        return self._under(context, original, *args, **kwargs)
-
-    @not_compiled
-    def _under(
-        self,
-        context: AbstractContextManager[object],
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        with context, self.inside():
-            return function(*args, **kwargs)
+        with self._context_of_loss(name, [*args, *kwargs.values()]), self.inside():
+            return original(*args, **kwargs)
 
     def note_region(self, switches: Switches) -> None:
         """Note an autocast that the script enters inside a call, as accelerate's forward does."""
@@ -256,13 +238,15 @@ class Forward(TopLevelCalls):
             if reason is not None:
                 self._script.switch_off(reason)
                 return None
-        self._script.note_call(self._script.modules, type(_unwrapped(module)).__name__)
+        if not is_replaying():  # a checkpoint in a replay calls modules inside of others
+            self._script.modules.setdefault(type(_unwrapped(module)).__name__)
         self._script.has_trained |= torch.is_grad_enabled()
         return self._context(param.device.type, module)
 
     @compiler.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
-        self._script.note_call(self._script.losses, name)
+        if not is_replaying():
+            self._script.losses.setdefault(name)
         # Models return float32. A loss of float32 inputs needs no autocast.
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         device = next((t.device.type for t in tensors if t.dtype is self._dtype), None)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import builtins
-import errno
 import importlib.util
 import os
 import re
+import runpy
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from itertools import chain, count, zip_longest
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
 from halfstep._common import machine
 from halfstep._tools.record.files import RUNS
@@ -84,14 +84,6 @@ class NotRunnable(SystemExit):
     """The target is not a runnable module, or a policy names a module of no model."""
 
 
-def require_file(path: str) -> None:
-    """Raise ``OSError`` if a script cannot be read."""
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    with open(path, "rb"):
-        pass
-
-
 def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
     """Run ``python target arguments...``, or ``python -m target arguments...`` if ``is_module``.
 
@@ -100,8 +92,10 @@ def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
     sys.argv = [target, *arguments]
     if is_module:
         _set_first_path(os.getcwd())
-        spec, code = _find(target)
-        assert spec.origin is not None
+        try:
+            _, spec, code = runpy._get_module_details(target, NotRunnable)  # type: ignore[attr-defined]
+        except NotRunnable as error:
+            raise NotRunnable(f"halfstep run: {error}") from None
         sys.argv[0] = spec.origin
         main = importlib.util.module_from_spec(spec)
         main.__name__ = "__main__"
@@ -154,28 +148,3 @@ def _within_script(traceback: TracebackType | None) -> TracebackType | None:
 def _set_first_path(folder: str) -> None:
     if not sys.flags.safe_path:  # `python -P` adds no folder
         sys.path[0] = folder
-
-
-def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return the spec and code that ``python -m name`` runs; raise ``NotRunnable`` without any."""
-    if name.startswith("."):
-        raise NotRunnable("halfstep run: Relative module names not supported")
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # raised by an import inside the package
-        spec = None
-    except ValueError as error:  # a module without a spec, such as __main__
-        raise NotRunnable(f"halfstep run: {error}") from None
-    if spec is None:
-        raise NotRunnable(f"halfstep run: No module named {name}")
-    if spec.submodule_search_locations is not None:
-        if name.endswith(".__main__"):
-            raise NotRunnable(f"halfstep run: Cannot use package as __main__ module: {name}")
-        return _find(f"{name}.__main__")
-    get_code = getattr(spec.loader, "get_code", None)
-    code = get_code(spec.name) if get_code is not None else None
-    if code is None:
-        raise NotRunnable(f"halfstep run: No code object available for {name}")
-    return spec, code

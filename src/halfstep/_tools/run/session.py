@@ -35,7 +35,7 @@ from halfstep._tools.record.files import (
     LineWriter,
     file_of,
     is_same_program,
-    programs_in,
+    program_in,
 )
 from halfstep._tools.record.run import (
     CLIPPED_EARLY,
@@ -105,11 +105,7 @@ class RunSink:
     """
 
     def __init__(self, name: str, folder: Path, *, is_child: bool) -> None:
-        made: dict[str, Callable[[], Sink]] = {
-            "tensorboard": partial(TensorBoard, folder),
-            "wandb": WandB,
-        }
-        self._make = made[name]
+        self._make = partial(TensorBoard, folder) if name == "tensorboard" else WandB
         self._is_child = is_child
         self._sink: Sink | None = None
 
@@ -418,10 +414,10 @@ class Session:
 
 def _require_same_program(file: Path, target: str) -> None:
     """Raise ``RecordError`` if a record is another program's; one that is resumed goes on."""
-    programs = programs_in(file)
-    if programs and not any(is_same_program(program, target) for program in programs):
+    program = program_in(file)
+    if program is not None and not is_same_program(program, target):
         raise RecordError(
-            f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
+            f"{file.parent} has the record of another program, {program}: give each its own "
             "folder with -o"
         )
 

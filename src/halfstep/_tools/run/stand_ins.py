@@ -10,11 +10,10 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Self
 
@@ -31,6 +30,7 @@ from halfstep._common.module_names import matching
 from halfstep._common.text import warn
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
+from halfstep._pytorch.imports import AroundImports, Execute
 from halfstep._tools.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._tools.user_code import whole_model
 
@@ -238,6 +238,8 @@ class GradScaler(halfstep.GradScaler):
     wrongly, this one warns and does the same.
     """
 
+    _ranks: distributed.ProcessGroup | None = None  # that step together
+
     def __init__(
         self,
         device: str = "cuda",
@@ -247,29 +249,18 @@ class GradScaler(halfstep.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._begin(device, enabled, numbers)
-
-    def _begin(
-        self,
-        device: str,
-        enabled: bool,
-        numbers: tuple[float, float, float, int],
-        process_group: distributed.ProcessGroup | None = None,
-    ) -> None:
         if enabled and device == "cuda" and not torch.cuda.is_available():
             warn("GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off")
             enabled = False
         if enabled:
             # PyTorch's scaler also ignores its device argument; the first loss decides.
-            init_scale, growth_factor, backoff_factor, growth_interval = numbers
             guards = _use.is_guarding
             super().__init__(
                 None,
                 init_scale,
                 schedule=Dynamic(growth_factor, backoff_factor, growth_interval, trials=guards),
                 min_scale=None if guards else min(SMALLEST_SCALE, init_scale),
-                process_group=process_group,
+                process_group=self._ranks,
             )
         else:
             super().__init__(enabled=False)  # like PyTorch, without validating the numbers
@@ -309,8 +300,11 @@ class ShardedGradScaler(GradScaler):
     ) -> None:
         if process_group is None and distributed.is_initialized():
             process_group = distributed.group.WORLD  # as in PyTorch: all ranks step together
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._begin(device, enabled, numbers, process_group)
+        self._ranks = process_group
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        del self._ranks  # which a file cannot hold
 
 
 # --- the names ------------------------------------------------------------------------------------
@@ -348,13 +342,15 @@ def replaced(policy: Policy, *, is_guarding: bool = False) -> Iterator[PolicyUse
         if policy.module_rules:
             _use.install(patches)
 
-        def when_loaded(module: str) -> None:
-            if module == _SHARDED:
-                patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
+        def load(module: ModuleType, execute: Execute) -> None:
+            with _in_place(_ORIGINALS):  # which these modules store or subclass
+                execute(module)
+            if module.__name__ == _SHARDED:
+                patches.put(module, "ShardedGradScaler", ShardedGradScaler)
 
         if _SHARDED in sys.modules:
-            when_loaded(_SHARDED)
-        finder = _FinderWithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
+            patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
+        finder = AroundImports((_SHARDED, compiler.MODULE_OF_CONTEXTS), load)
         sys.meta_path.insert(0, finder)
         try:
             yield _use
@@ -375,31 +371,3 @@ def _in_place(meanings: Mapping[tuple[str, str], object]) -> Iterator[Patches]:
         for (module, name), meaning in meanings.items():
             patches.put(sys.modules[module], name, meaning)
         yield patches
-
-
-class _FinderWithOriginals:
-    """Import finder that loads some PyTorch modules while the original names are in place.
-
-    These modules store or subclass the originals. Importing them in advance would cost every script
-    two seconds.
-    """
-
-    def __init__(self, modules: Sequence[str], when_loaded: Callable[[str], None]) -> None:
-        self._modules = modules
-        self._when_loaded = when_loaded
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in self._modules else None
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_with_originals(module: ModuleType) -> None:
-            with _in_place(_ORIGINALS):
-                execute(module)
-            self._when_loaded(name)
-
-        spec.loader.exec_module = execute_with_originals  # type: ignore[method-assign]
-        return spec

@@ -230,7 +230,7 @@ class OpPlace(NamedTuple):
     call: int = 0  # of the module, from 1; 0 outside of the modules
     rule: str | None = None
     op: str | None = None  # that the rule was looked up for; None if it is that of an island
-    number: int = -1  # of the op that created a node
+    number: int = -1  # of the op that created a node, if ops are numbered
     made_by: str = ""  # that op
 
 
@@ -263,7 +263,7 @@ class OpPlaces:
         task = autograd.backward_number()
         return task >= 0 and task not in self._thread.records
 
-    def place(self, op: str, number: int) -> tuple[OpPlace, Phase]:
+    def place(self, op: str, number: int = -1) -> tuple[OpPlace, Phase]:
         """Return the place of an op, and record it for the autograd nodes that the op created."""
         here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None

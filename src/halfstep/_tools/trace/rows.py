@@ -43,7 +43,6 @@ class Cast:
     """A copy of a tensor in another floating dtype.
 
     Attributes:
-        number: Unique among casts and rows, in the order they ran.
         source: The tensor that was cast.
         to: The dtype it was cast to.
         result: The number of the storage of the result.
@@ -51,7 +50,6 @@ class Cast:
         by_hand: Whether the program made the cast, rather than a rule.
     """
 
-    number: int
     source: Value
     to: str
     result: int
@@ -67,7 +65,6 @@ class Row:
     """An ATen op that ran, or casts without a subsequent op (``op="_to_copy"``).
 
     Attributes:
-        number: Unique among casts and rows, in the order they ran.
         module: The path of the module, empty outside the model.
         call: The number of the call of that module in which it ran, from 1; 0 outside of modules.
         phase: ``"recompute"`` is a repeated forward pass, for activation checkpointing.
@@ -84,7 +81,6 @@ class Row:
         device: The device type.
     """
 
-    number: int
     module: str
     call: int
     phase: Phase

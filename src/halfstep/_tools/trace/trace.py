@@ -211,7 +211,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self.policies: dict[str, None] = {}  # in order of first use
         self._ids = StorageIds(model)
         self._rows: list[Row] = []
-        self._numbers = count()
         super().__init__(RunningModules(model))
 
     def rows(self) -> tuple[Row, ...]:
@@ -249,14 +248,13 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     # --- where ------------------------------------------------------------------------------------
 
     def _row(self, op: str, inputs: tuple[Value, ...], device: str) -> Row:
-        number, ruled = next(self._numbers), self.places.ruled
+        ruled = self.places.ruled
         last = self._rows[-1] if self._rows else None
         is_seed = last is not None and (last.op, last.phase) == ("ones_like", "forward")
         if is_seed and self.places.backward_begins():  # the pass makes its initial gradient
             self._rows[-1] = replace(self._rows[-1], phase="backward")
-        place, phase = self.places.place(op, number)
+        place, phase = self.places.place(op)
         return Row(
-            number=number,
             module=place.module,
             call=place.call,
             phase=phase,
@@ -277,7 +275,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         source, ruled = row.inputs[-1], self.places.ruled
         self._ids.name(result, source.name)
         size = cast_bytes(source.shape, source.dtype, to)
-        cast = Cast(row.number, source, to, result, size, by_hand=False)
+        cast = Cast(source, to, result, size, by_hand=False)
         if ruled:
             ruled[-1].casts.append(cast)
         elif row.phase == "backward" or row.rule is not None:  # of a gradient, or into an island
@@ -320,7 +318,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self._rows.append(
             replace(
                 row,
-                number=next(self._numbers),
                 op="_to_copy",
                 inputs=tuple(cast.source for cast in casts),
                 casts=tuple(casts),

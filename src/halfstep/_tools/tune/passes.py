@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep._autocast import Policy, autocast
-from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated, without_wrappers
 from halfstep._common.nested import tensors_in, tensors_reached, values_reached
 from halfstep._common.text import shown
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.listeners import listening_to_backward
-from halfstep._pytorch.modules import registers_of
+from halfstep._tools.replay.undo import UndoLog
 from halfstep._tools.tune.module_check import (
     KINDS,
     Comparison,
@@ -153,30 +152,21 @@ def restored(
 ) -> Iterator[Callable[[], None]]:
     """Restore a model, the tensors of a batch and the random numbers after the block.
 
-    Parameters, buffers, gradients and module attributes are restored, but not the contents of
-    lists and dictionaries among the attributes. Yield a function that restores the same state
-    without gradients and seeds the random numbers of the CPU and of a device type, so that each
-    pass starts from the same state. Sync: one for each tensor.
+    Parameters, buffers, gradients and module attributes are restored. Yield a function that
+    restores the same state without gradients and seeds the random numbers of the CPU and of a
+    device type, so that each pass starts from the same state. Sync: none.
     """
-    held = [each for module in model.modules() for each in (vars(module), *registers_of(module))]
-    attributes = [(each, dict(each)) for each in held]
-    tensors = list({id(tensor): tensor for tensor in [*tensors_in(held), *batch]}.values())
-    values = [_Value(tensor) for tensor in tensors]
-    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for each, before in attributes:
-            if list(each) != list(before) or any(each[key] is not before[key] for key in each):
-                each.clear()
-                each.update(before)
-        for value in values:
-            value.restore()
+    tensors = [*tensors_in(map(vars, model.modules())), *batch]
+    log = UndoLog()
+    log.note_model(model)
+    log.note_grads(tensor for tensor in tensors if tensor.is_leaf)
 
     def reset() -> None:
-        restore()
-        for tensor, _ in gradients:
-            tensor.grad = None
+        log.restore()
+        for tensor in tensors:
+            log.note_write(tensor)
+        for leaf, _ in log.grads():
+            leaf.grad = None
         torch.default_generator.manual_seed(SEED)
         if device != "cpu":
             torch.get_device_module(device).manual_seed_all(SEED)
@@ -184,30 +174,11 @@ def restored(
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(SEED)
 
-    states = RandomStates(accelerators())
     reset()
     try:
         yield reset
     finally:
-        restore()
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
-        states.restore()
-
-
-class _Value:
-    """A copy of the values of a tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._before = tensor, tensor.detach().clone()
-        self._version = autograd.version_of(tensor)
-
-    def restore(self) -> None:
-        # Unchanged tensors are not written to, so that their versions stay the same.
-        same_version = autograd.version_of(self._tensor) == self._version
-        if not (same_version and torch.equal(self._tensor.detach(), self._before)):
-            self._tensor.detach().copy_(self._before)
-            self._version = autograd.version_of(self._tensor)
+        log.restore()
 
 
 # --- passes ---------------------------------------------------------------------------------------
@@ -328,15 +299,19 @@ class StepRunner:
     region: AbstractContextManager[object]  # the autocast of lower precision
     reset: Callable[[], None]  # restores everything between the passes
 
-    def step(self, watch: AbstractContextManager[None], *, lowered: bool, scale: float) -> Tensor:
+    def step(self, *hooks: AbstractContextManager[None], lowered: bool, scale: float) -> Tensor:
         """Run one step from the initial state and return the loss; gradients are in ``.grad``.
+
+        ``hooks`` are installed after the reset, which would remove them from the modules.
 
         Raises:
             ValueError: ``loss_fn`` has already run the backward pass.
         """
         self.reset()
         backward_calls: list[Any] = []
-        with watch:
+        with ExitStack() as stack:
+            for each in hooks:
+                stack.enter_context(each)
             with (
                 self.region if lowered else nullcontext(),
                 listening_to_backward(backward_calls.append),
@@ -367,9 +342,9 @@ def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunn
     with eager(), ExitStack() as stack:
         # Created before `restored`, since it may name modules, and the names must stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
-        reset = stack.enter_context(restored(task.model, batch_tensors(batch), device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        reset = stack.enter_context(restored(task.model, batch_tensors(batch), device))
         stack.enter_context(autocast(device, enabled=False))
         yield StepRunner(task, batch, lowering, region, reset)
 
@@ -399,8 +374,8 @@ def reference_of(runner: StepRunner) -> Reference:
     loss = _seen_step(runner, see, lowered=False, scale=1.0)
     reference.loss, reference.total_depth = float(loss.detach()), depths.of(loss)
     modules = [module for _, module in runner.task.named_modules()]
-    with outputs_rounded(modules, runner.lowering.dtype):
-        found, _ = _differences(runner, reference, lowered=False, scale=1.0)
+    rounding = outputs_rounded(modules, runner.lowering.dtype)
+    found, _ = _differences(runner, reference, rounding, lowered=False, scale=1.0)
     for (module, kind), seen in found.items():
         if kind in GRADIENTS:
             known = reference.unavoidable.get(module, 0.0)
@@ -431,7 +406,11 @@ def compare_step(runner: StepRunner, reference: Reference) -> Comparison:
 
 
 def _differences(
-    runner: StepRunner, reference: Reference, *, lowered: bool, scale: float
+    runner: StepRunner,
+    reference: Reference,
+    *hooks: AbstractContextManager[None],
+    lowered: bool,
+    scale: float,
 ) -> tuple[dict[tuple[str, str], Difference], float]:
     """Run a step and return the differences, by module and kind, and the loss."""
     found: dict[tuple[str, str], Difference] = {}
@@ -444,13 +423,15 @@ def _differences(
             of = place.module, place.kind
             found[of] = found.get(of, Difference()) + seen
 
-    loss = _seen_step(runner, see, lowered=lowered, scale=scale)
+    loss = _seen_step(runner, see, *hooks, lowered=lowered, scale=scale)
     return found, float(loss.detach())
 
 
-def _seen_step(runner: StepRunner, see: See, *, lowered: bool, scale: float) -> Tensor:
+def _seen_step(
+    runner: StepRunner, see: See, *hooks: AbstractContextManager[None], lowered: bool, scale: float
+) -> Tensor:
     """Run a step, and call ``see`` as :func:`tensor_hooks` do and with gradients of parameters."""
-    loss = runner.step(tensor_hooks(runner.task, see), lowered=lowered, scale=scale)
+    loss = runner.step(*hooks, tensor_hooks(runner.task, see), lowered=lowered, scale=scale)
     named = runner.task.named_modules()
     own = [(name, each) for name, module in named for each in module.parameters(recurse=False)]
     for position, (name, parameter) in enumerate(own):
