@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, starmap
 from statistics import median
 from typing import NamedTuple
@@ -21,10 +21,10 @@ from halfstep._common.numbers import number
 from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import distributed, modes
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
-from halfstep._tools.diagnose.several_steps import Usual
+from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
-from halfstep._tools.watch.inputs import of_inputs, standardised
+from halfstep._tools.watch.inputs import standardise
 from halfstep._tools.watch.optimizers import (
     first_rate,
     of_high_rate,
@@ -122,12 +122,9 @@ class Growth:
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
         loss = median(last) if len(last) >= 3 else None
         size = median(map(abs, last)) if last else None
-        return Usual(
-            loss,
-            size,
-            explain=partial(self.explain, step=step, calls=calls),
-            standardise=lambda: (of_inputs(calls), standardised(calls, before)),
-        )
+        inputs = cache(partial(standardise, calls, before))
+        explain = partial(self.explain, step=step, calls=calls, inputs=inputs)
+        return Usual(loss, size, explain=explain, standardise=inputs)
 
     def before_step(
         self,
@@ -164,6 +161,7 @@ class Growth:
         step: int,
         calls: Sequence[KeptCall] = (),
         only: Tensor | None = None,
+        inputs: Standardise = NOT_LARGE,
     ) -> Diagnosis | None:
         """Return the diagnosis of a step whose weights have exploded or whose loss grew, or None.
 
@@ -174,7 +172,8 @@ class Growth:
         needed = _THROWN if only is not None else EXPLODED / (1 if by_losses is None else 10)
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
-        explained = self._by_weights(found, step, calls, needed, is_by_rate, only) or by_losses
+        hints = partial(self._hints, calls, inputs)
+        explained = self._by_weights(found, step, hints, needed, is_by_rate, only) or by_losses
         if explained and by_losses and explained is not by_losses:
             both = f"{by_losses.happened}; {explained.happened.partition(': ')[2]}"
             explained = replace(explained, happened=both)
@@ -199,15 +198,15 @@ class Growth:
             for optimizer, before in self._misled.items()
         )
 
-    def hints(self, calls: Sequence[KeptCall], *, is_overflow: bool = True) -> list[str]:
+    def _hints(self, calls: Sequence[KeptCall], inputs: Standardise) -> list[str]:
         """Return what may have made a value too large, besides the op that overflowed. Sync."""
-        return [*filter(None, [self._of_collapse(calls), of_inputs(calls) if is_overflow else ""])]
+        return [*filter(None, [self.of_collapse(calls), inputs()[0]])]
 
     def _by_weights(
         self,
         found: Diagnosis,
         step: int,
-        calls: Sequence[KeptCall],
+        hints_of: Callable[[], list[str]],
         needed: float,
         is_by_rate: bool,
         only: Tensor | None,
@@ -252,14 +251,14 @@ class Growth:
                 to = [each for each in measured if each.step <= before.step]
                 growths = [*starmap(_growth, pairwise([*to, _Measured(step, amax, rate)]))]
                 growths = growths if only is None else [1.0]  # no parabola has such a loss
-                hints = self.hints(calls)
+                hints = hints_of()
                 if not any(OF_CRITIC in hint for hint in hints):
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
                 text = "\nor ".join(hints)
             return replace(found, happened=event, cure=Cure("code", text))
         return None
 
-    def _of_collapse(self, calls: Sequence[KeptCall]) -> str:
+    def of_collapse(self, calls: Sequence[KeptCall]) -> str:
         """Return the cure of a loss that fell steadily to below -1, else empty."""
         last = [loss for _, loss, _ in self._losses]
         lowest = min(range(len(last)), key=last.__getitem__, default=0)
