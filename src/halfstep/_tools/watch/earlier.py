@@ -20,7 +20,7 @@ from halfstep._tools.replay.kept_calls import KeptCall, Made, needed_for, weight
 from halfstep._tools.user_code import Place
 from halfstep._tools.watch.bad_steps import are_finite
 from halfstep._tools.watch.call_log import CallLog
-from halfstep._tools.watch.inputs import bad_data, size_text
+from halfstep._tools.watch.inputs import HOW_TO_STANDARDISE, bad_data, size_text
 from halfstep._tools.watch.schedules import lines_with
 
 WROTE_BUFFERS = "it made {names} inf or NaN; the loss of this step is finite"
@@ -35,6 +35,8 @@ OVERFLOWED = (
     "make it float32: this line wrote finite values to it, up to {largest}, and float16 ends "
     "at 65,504: {line}"
 )
+
+STANDARDISE = f"or standardise it before that, as by {HOW_TO_STANDARDISE}"
 
 
 class Earlier:
@@ -79,13 +81,14 @@ class Earlier:
         data = [] if is_of_the_model(found) else bad_data(log.dataset)
         places = ((each, log.wrote(each)[1]) for each in (*bad, *(each for each, _ in data)))
         tensor, place = next((each for each in places if each[1]), (None, None))
-        halves = [each for each in bad if self._overflowed(each)]
+        halves = [each for each in (*bad, *(each for each, _ in data)) if self._overflowed(each)]
         if found.cure is None:
             return found
         text = [found.cure.text]
         written = [LAST_WRITE.format(line=line_text(place.line))] if place else []
         if halves:
-            written = self._overflowed(halves[-1])
+            is_data = any(halves[-1] is each for each, _ in data)
+            written = [*self._overflowed(halves[-1]), *[STANDARDISE] * is_data]
         elif tensor is not None and tensor not in log.spoilt_at:
             own = self._of_write(tensor)
             if own is not None and own.verdict in ("maths", "range"):

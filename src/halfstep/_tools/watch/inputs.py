@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from halfstep._tools.user_code import is_same_view, path_to
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
+HOW_TO_STANDARDISE = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
 _PARTS = ("__getitem__", "index_select", "to", "float", "half", "bfloat16")
@@ -54,9 +55,9 @@ def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[
         known = {each.name for each in (last if before else now)}
         found = [each.source for each in (*now, *last) if each.name in known]
         scaled = {id(each): (each, _scaled(each)) for each in found}
-    said, how = {each.name: each.said for each in large}, "(x - x.mean(0)) / (x.std(0) + 1e-6)"
+    said = {each.name: each.said for each in large}
     names, sizes = listed([*said]), "; ".join(said.values())
-    text = f"standardise {names}, as by {how} of the training data: {sizes}" if said else ""
+    text = f"standardise {names}, as by {HOW_TO_STANDARDISE}: {sizes}" if said else ""
     is_changed = bool(now and scaled)
     change = partial(given_others, [*calls, *before], [*scaled.values()])
     return text, change if is_changed else None
@@ -82,7 +83,7 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
     """Yield the tensors with large values."""
     for call, following in zip_longest(calls, calls[1:]):
         is_error = call.name in _DIFFERENCES and following and following.name in _SIZES
-        arguments, is_module = [*call.arguments()], isinstance(call.function, nn.Module)
+        arguments, is_module = [*_arguments(call)], isinstance(call.function, nn.Module)
         is_product = call.name in _PRODUCTS and any(each.requires_grad for each, _ in arguments)
         if is_error or is_module or is_product or call.name.endswith("loss"):
             for tensor, made_by in arguments:
@@ -98,16 +99,24 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
                     yield _Large(name, said, source)
 
 
+def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
+    """Yield the tensors that a call was given; of rows or a cast now gone, what they are of."""
+    yield from call.arguments()
+    for made in call.of:
+        if made.name in _PARTS and not made.still_there():
+            yield from islice(_arguments(made), 1)
+
+
 def _source(tensor: Tensor, made_by: KeptCall | None) -> Tensor:
     """Return the tensor that another one is rows or a cast of."""
-    source = [] if made_by is None or made_by.name not in _PARTS else [*made_by.arguments()]
+    source = [] if made_by is None or made_by.name not in _PARTS else [*_arguments(made_by)]
     return _source(*source[0]) if source else tensor
 
 
 def _name(tensor: Tensor, made_by: KeptCall | None) -> str:
     """Return the name of a tensor, or of the one that some of its rows are of, as ``x[rows]``."""
     name = name_in_code(tensor).partition(" in ")[0]
-    source = [] if made_by is None or made_by.name not in _PARTS else [*made_by.arguments()]
+    source = [] if made_by is None or made_by.name not in _PARTS else [*_arguments(made_by)]
     return _name(*source[0]) if source and name.endswith("without a name") else name
 
 
