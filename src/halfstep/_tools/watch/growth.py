@@ -151,7 +151,8 @@ class Growth:
         now = _Measured(step, _largest(parameters(optimizer)), rate_of(optimizer))
         self._measured[optimizer] = [*known, now]
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
-            found = with_bad_state(optimizer, model, written, is_loaded=is_loaded)
+            checked = [each.step for each in (*known, now)]
+            found = with_bad_state(optimizer, model, written, is_loaded=is_loaded, checked=checked)
             return found and (self.explain(found, step) or found)
         return None
 

@@ -43,6 +43,7 @@ from halfstep._tools.diagnose.diagnose import (
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, predicate
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.optimizer_step import (
+    NOT_AGAIN,
     Numbers,
     diagnosis_of_taken_step,
     event_of,
@@ -75,8 +76,14 @@ from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.earlier import Earlier, is_of_the_model, of_buffers
 from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
-from halfstep._tools.watch.skips import Search
+from halfstep._tools.watch.optimizers import (
+    Search,
+    of_settings,
+    search_of,
+    still_scaled,
+    with_bad_setting,
+)
+from halfstep._tools.watch.skips import Search as SkipSearch
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
 
@@ -106,7 +113,7 @@ class _WatchedStep:
     ends_before: list[KeptCall] = field(default_factory=list)  # for a further optimizer
     is_bad: bool = False  # and diagnosed, unless bad_ends are left
     num_calls: int = 0  # of its closure
-    searches: bool = False  # whether they are a line search, in which a loss may be inf
+    search: Search | None = None  # the line search that they are, in which a loss may be inf
     num_scaled: int = 0  # losses
     num_backward: int = 0  # passes
     losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
@@ -352,11 +359,11 @@ class Watch:
             if taken is not None:
                 taken.gradients = []
             return
-        if step.searches and not any(map(math.isnan, values)):
-            return  # a trial that went too far
         if step.num_calls and self._check_weights():
             step.is_bad = True
             return
+        if step.search == "own" or (step.search and not any(map(math.isnan, values))):
+            return  # a trial that went too far
         if step.num_calls:
             self.notes.append(f"call {step.num_calls + 1} of its closure in this step")
             self._is_spoiled = True
@@ -449,8 +456,7 @@ class Watch:
                 self._pause(is_stepping=True)
             if not self._running.num_calls:
                 self._end_plain_step(parameters(optimizer), optimizer)
-                groups = optimizer.param_groups
-                self._running.searches = any(group.get("line_search_fn") for group in groups)
+                self._running.search = search_of(optimizer)
             self._running.num_calls += 1
             taken.note_gradients()
             return result
@@ -485,7 +491,7 @@ class Watch:
         self._pause(is_stepping=False)
         self._check_weights()
         self._taken = None
-        self._running.num_calls, self._running.searches = 0, False
+        self._running.num_calls, self._running.search = 0, None
         if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
@@ -515,7 +521,10 @@ class Watch:
             self._was_finite, self._is_spoiled = False, True
             if self._may_look():
                 is_same = all(autograd.version_of(g) == v for _, g, v in taken.gradients)
-                if is_same and num_calls <= 1:  # else its gradients are those of a further call
+                if num_calls > 1:
+                    why = NOT_AGAIN.format(f"its gradients are those of call {num_calls}")
+                    event = replace(event, notes=(*event.notes, why))
+                elif is_same:
                     event = self._growth.explain(event, step) or diagnosis_of_taken_step(
                         optimizer, taken.numbers, event, model, self._seconds, taken.arguments
                     )
@@ -658,7 +667,7 @@ class Watch:
         self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
         return self._last_model
 
-    def _check_at_scale_1(self, kind: Search | None) -> bool:
+    def _check_at_scale_1(self, kind: SkipSearch | None) -> bool:
         """Replay a skipped step at scale 1, up to the limit of a run; return whether it is bad.
 
         At the start and after growth, an overflow without a NaN is not replayed to see that.
