@@ -13,17 +13,18 @@ from itertools import pairwise, starmap
 from statistics import median
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep._common.numbers import number
 from halfstep._gradients.gradients import parameters
-from halfstep._pytorch import distributed, modes
+from halfstep._pytorch import modes
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
+from halfstep._tools.watch.bad_steps import largest
+from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.inputs import standardise
 from halfstep._tools.watch.optimizers import (
     first_rate,
@@ -75,7 +76,8 @@ def _growth(before: _Measured, now: _Measured) -> float:
 class Growth:
     """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ..."""
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Carried) -> None:
+        self._carried = carried
         self.was_explained = False  # whether a step was explained by it
         self._explained = math.inf  # the largest weight or loss of that step
         # Optimizers that took still-scaled gradients, with their largest weight before that.
@@ -97,7 +99,7 @@ class Growth:
         Sync: one for each optimizer without such a pass yet, in the step after a measured one.
         """
         for optimizer in [*self._stepped]:
-            if not adds or not _largest(_gradients(optimizer)) > 0:
+            if not adds or not largest(_gradients(optimizer)) > 0:
                 self._cleared.add(optimizer)
                 del self._stepped[optimizer]
 
@@ -148,7 +150,7 @@ class Growth:
             return None
         if optimizer not in self._cleared:
             self._stepped[optimizer] = [*map(id, _gradients(optimizer))]
-        now = _Measured(step, _largest(parameters(optimizer)), rate_of(optimizer))
+        now = _Measured(step, largest(parameters(optimizer)), rate_of(optimizer))
         self._measured[optimizer] = [*known, now]
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
             checked = [each.step for each in (*known, now)]
@@ -174,11 +176,15 @@ class Growth:
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
         hints = partial(self._hints, calls, inputs)
-        explained = self._by_weights(found, step, hints, needed, is_by_rate, only) or by_losses
+        explained = (
+            self._by_weights(found, step, hints, needed, is_by_rate, only)
+            or self.of_carried(found, step, calls)
+            or by_losses
+        )
         if explained and by_losses and explained is not by_losses:
             both = f"{by_losses.happened}; {explained.happened.partition(': ')[2]}"
             explained = replace(explained, happened=both)
-        sizes = [_largest(parameters(optimizer)) for optimizer in self._measured]
+        sizes = [largest(parameters(optimizer)) for optimizer in self._measured]
         size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
         if explained is not None:
             self._explained = min(self._explained, size)
@@ -190,12 +196,12 @@ class Growth:
         """Note that the gradients of an optimizer's next step are still scaled. Sync: the first."""
         self.was_explained = True
         if optimizer not in self._misled:
-            self._misled[optimizer] = _largest(parameters(optimizer))
+            self._misled[optimizer] = largest(parameters(optimizer))
 
     def has_thrown(self) -> bool:
         """Return whether still-scaled gradients made weights large, which explains what follows."""
         return any(
-            _largest(parameters(optimizer)) > _THROWN * max(before, 1.0)
+            largest(parameters(optimizer)) > _THROWN * max(before, 1.0)
             for optimizer, before in self._misled.items()
         )
 
@@ -214,9 +220,9 @@ class Growth:
     ) -> Diagnosis | None:
         """Return the growth of weights, only by a rate that was raised if ``is_by_rate``."""
         for optimizer, measured in self._measured.items():
-            amax, name = _largest(parameters(optimizer)), type(optimizer).__name__
+            amax, name = largest(parameters(optimizer)), type(optimizer).__name__
             least = (
-                amax if only is None else _largest([w for w in parameters(optimizer) if w is only])
+                amax if only is None else largest([w for w in parameters(optimizer) if w is only])
             )
             for back, before in enumerate(reversed(measured), start=1):
                 base = max(before.amax, 1.0)
@@ -258,6 +264,16 @@ class Growth:
                 text = "\nor ".join(hints)
             return replace(found, happened=event, cure=Cure("code", text))
         return None
+
+    def of_carried(
+        self, found: Diagnosis, step: int, calls: Sequence[KeptCall]
+    ) -> Diagnosis | None:
+        """Return the diagnosis of a tensor of the script that has grown, also to inf, or None."""
+        grown = self._carried.grown(calls, step, are_bad=found.verdict == "data")
+        if grown is None:
+            return None
+        happened, cure = f"the run diverges: {grown[0]}", Cure("code", grown[1])
+        return replace(found, verdict="growth", happened=happened, cure=cure)
 
     def of_collapse(self, calls: Sequence[KeptCall]) -> str:
         """Return the cure of a loss that fell steadily to below -1, else empty."""
@@ -323,12 +339,3 @@ def _quarters(values: list[float]) -> list[float]:
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [weight.grad for weight in parameters(optimizer) if weight.grad is not None]
-
-
-def _largest(weights: list[Tensor]) -> float:
-    """Return the largest finite magnitude on this rank; 0 if it is unknown."""
-    with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
-        parts = [p for w in weights if (p := distributed.local_part(w.detach())).numel()]
-        sizes = [part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts]
-        return float(torch.stack(sizes).amax()) if sizes else 0.0
-    return 0.0

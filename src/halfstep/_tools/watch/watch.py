@@ -73,6 +73,7 @@ from halfstep._tools.watch.bad_steps import (
     values_of,
 )
 from halfstep._tools.watch.capture import Capture
+from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.earlier import Earlier, is_of_the_model, of_buffers
 from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
@@ -217,7 +218,8 @@ class Watch:
         self._live = LiveSearch(self.notes)
         log, last_model = self._capture.log, lambda: self._last_model
         self._earlier = Earlier(log, last_model, self._diagnosis_of)
-        self._growth = Growth()
+        self._carried = Carried(self._capture.log)
+        self._growth = Growth(self._carried)
         self._steps = _StepCount()
         self._running = _WatchedStep()
         self._num_tried = self._num_checked = 0
@@ -584,6 +586,7 @@ class Watch:
                 self._look(self._capture.ends, scale)
             self._was_finite = not (is_bad or self._running.is_bad)
             self._is_spoiled &= not self._was_finite
+            self._carried.measure(self._step)
         finally:
             self._steps.num += 1
             self._running = _WatchedStep(ends_before=self._capture.ends)
@@ -633,7 +636,8 @@ class Watch:
                     lines = found.cure.text.splitlines()
                     text = "\n".join(line for line in lines if LEAVE_OUT not in line)
                     found = replace(found, cure=replace(found.cure, text=text))
-                found = self._earlier.of_written(found, calls)
+                grown = self._growth.of_carried(found, self._step, calls)
+                found = grown or self._earlier.of_written(found, calls)
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
