@@ -21,11 +21,11 @@ from halfstep._tools.watch.call_log import CallLog
 
 _GROWN, _BEGUN = 100.0, 4.0
 """The growth that is one, and that of it which was measured before the bad step."""
-_STEADY = 0.8
-"""The least rate of growth at the end, as a share of that before: of a sum, it is 0.7 or less."""
+_STEADY = 0.75
+"""The least rate of growth at the end, as a share of that before: of a sum, it is a half."""
 STOP = (
-    "stop the growth of {name}; a wider dtype or a clamp only delays it. It grows {factor}-fold a "
-    "step by this line, where a decay or a discount has to be below 1: {line}"
+    "stop the growth of {name}; a wider dtype or a clamp only delays it. It grew {factor}-fold a "
+    "step by this line: a decay or a discount has to be below 1, a learning rate lower: {line}"
 )
 
 
@@ -60,12 +60,12 @@ class Carried:
             known = [] if place is None else self._sizes.get(_key(place), [])
             if place is None or not known or are_finite([tensor]) == are_bad:
                 continue
-            sizes = [*known, (step, math.inf if are_bad else largest([tensor]))]
-            if _is_steady(sizes):
+            (first, low), (last, high) = known[0], known[-1]
+            size = math.inf if are_bad else largest([tensor])
+            if high > _BEGUN * low and size > max(_GROWN * low, high) and _is_steady(known):
                 name, line = _name(tensor, place), line_text(place.line)
-                (first, low), (last, high) = known[0], known[-1]
                 factor = number(math.pow(high / low, 1 / (last - first)))
-                end = "inf or NaN" if are_bad else number(sizes[-1][1])
+                end = "inf or NaN" if are_bad else number(size)
                 event = f"{name} grew from {number(low)} when step {first} ended to {end}"
                 text = STOP.format(name=name, factor=factor, line=line)
                 return f"{event} in step {step}", text
@@ -85,16 +85,6 @@ def _name(tensor: Tensor, place: Place) -> str:
 
 
 def _is_steady(sizes: list[tuple[int, float]]) -> bool:
-    """Return whether sizes have grown by about the same factor in each step, unlike a sum.
-
-    A tensor that a bad step is given may be of the step before.
-    """
-    (begun, before), (end, last) = sizes[-2:]
-    if last < _GROWN * sizes[0][1] or before < _BEGUN * sizes[0][1]:
-        return False
-    if 4 * (end - begun) < begun:  # so few steps show no rate
-        sizes = [*sizes[:-2], sizes[-1]]
-    steps = [*(b - a for (a, _), (b, _) in pairwise(sizes[:-1])), end - sizes[-2][0] - 1]
-    growths = (math.log(b / a) for (_, a), (_, b) in pairwise(sizes))
-    rates = [growth / max(num, 1) for growth, num in zip(growths, steps, strict=True)]
-    return len(rates) > 2 and min(rates) > 0 and rates[-1] > _STEADY * rates[-2]
+    """Return whether sizes have grown by about the same factor in each step, unlike a sum."""
+    rates = [math.log(b / a) / (n - m) for (m, a), (n, b) in pairwise(sizes)]
+    return len(rates) > 1 and min(rates) > 0 and rates[-1] > _STEADY * rates[-2]

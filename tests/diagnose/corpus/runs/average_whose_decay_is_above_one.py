@@ -1,7 +1,7 @@
 # kind: 2
 # expect: growth pow
 # says: the run diverges: mean grew from \S+ when step 1 ended to \S+ in step \d+
-# cure: ^stop the growth of mean; .* It grows 1\.\d+-fold a step by this line, .*: mean = 1\.5 \* mean
+# cure: ^stop the growth of mean; .* It grew 1\.\d+-fold a step by this line: .*: mean = 1\.5 \* mean
 # never: fp32
 import torch
 from torch import nn

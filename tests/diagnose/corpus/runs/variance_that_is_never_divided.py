@@ -1,7 +1,7 @@
 # kind: 2
 # expect: growth
 # says: the run diverges: \S*var\S* grew from \S+ when step 1 ended to inf or NaN in step \d+
-# cure: ^stop the growth of \S*var\S*; .* It grows 30-fold a step .*: var\.mul_\(30\.0\)
+# cure: ^stop the growth of \S*var\S*; .* It grew 30-fold a step .*: var\.mul_\(30\.0\)
 import torch
 from torch import nn
 
