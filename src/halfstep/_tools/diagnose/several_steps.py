@@ -58,6 +58,8 @@ class Usual:
     explain: Callable[..., Diagnosis | None] = lambda _, **__: None
     # Returns the cure that standardises inputs, and the change that does so, if they are large.
     standardise: Callable[[], tuple[str, Change | None]] = lambda: ("", None)
+    # Returns whether a diagnosis of the same place was reported, which nobody needs cured again.
+    is_known: Callable[[Diagnosis], bool] = lambda _: False
 
     def is_like(self, loss: float) -> bool:
         """Return whether a loss is like those of the run, as far as is known."""

@@ -542,18 +542,17 @@ class Watch:
         if not names or not self._may_look():
             return
         if (given := self._capture.log.given_bad()) is None:
-            written = self._of_buffers(names)
-            if written is not None:
-                self._of_steps.add(step)
-                self._report(written, step)
+            found = self._of_buffers(names)
         else:
             call, tensor = given
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
             cure = Cure("data", text, remarks=(SPOILT.format(names=names_text(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
+            found = Diagnosis("data", tensor=name, cure=cure, notes=notes)
+        if found is not None:
             self._of_steps.add(step)
-            self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
+            self._report(found, step)
 
     def _of_buffers(self, names: list[str]) -> Diagnosis | None:
         """Return the diagnosis of a forward pass that made buffers bad of finite values, or None.
@@ -639,11 +638,11 @@ class Watch:
         is_left_out = root is not None
         calls, before = needed_for(ends), needed_for(self._running.ends_before)
         model, seconds = self._model_of(calls), self._seconds
-        is_known = why_not_again(before) is None and self._was_finite
-        again = step_of(before, None, scale) if is_known else None
+        can_repeat = why_not_again(before) is None and self._was_finite
+        again = step_of(before, None, scale) if can_repeat else None
         line = ends[-1].at.line if ends and ends[-1].at else None
         usual = self._growth.usual(self._step, line, calls, before)
-        usual = replace(usual, max_norm=self._max_norm, step=again)
+        usual = replace(usual, max_norm=self._max_norm, step=again, is_known=self._is_known)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -662,7 +661,8 @@ class Watch:
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
-            if found.verdict in ("maths", "range", "scale") and found.bad is not None:
+            is_new = found.verdict in ("maths", "range", "scale") and not self._is_known(found)
+            if is_new and found.bad is not None:
                 hints = self._growth.hints(calls, is_overflow=found.bad.is_overflow)
                 tried, change = usual.standardise()
                 hints = [hint for hint in hints if change is None or hint != tried]
@@ -818,9 +818,13 @@ class Watch:
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
         if self.found and is_left and found.verdict == "data":
             return  # left over from a bad step whose diagnosis was reported
-        if all(_place(found) != _place(known) for known in self.found):
+        if not self._is_known(found):
             self.found.append(found)
             self._tell(found, number)
+
+    def _is_known(self, found: Diagnosis) -> bool:
+        """Return whether a diagnosis of the same place was reported."""
+        return any(_place(found) == _place(known) for known in self.found)
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:
