@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
-    # Almost all that a collection of tests makes stays: looking through it takes seven seconds.
+    # Almost all that a collection of tests makes stays: looking through it takes two seconds.
     gc.disable()
 
 
