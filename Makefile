@@ -20,7 +20,7 @@ BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.p
 # Where the environment forbids it, each of the processes that tests start would compile halfstep anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
+.PHONY: help setup demo test quick test-torch test-simulated pytest lint check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -34,15 +34,20 @@ $(READY): pyproject.toml constraints.txt setup.sh
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
 	@$(BIN)/python examples/train_text.py $(ARGS)
 
-check: $(READY)  ## lint, format, types, the direction of imports, and the sizes of limits.toml
+check: lint  ## lint, format, the direction of imports, the sizes of limits.toml, and types
+	$(BIN)/mypy
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/code_counts.py --check
 
-test: check  ## check, then all tests that need no GPU
-	@$(MAKE) --no-print-directory pytest
+# Types, cold, take one core most of a minute: beside the tests, which have an idle one at their end.
+test: lint  ## what check does, and all tests that need no GPU
+	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; \
+	$(MAKE) --no-print-directory pytest; tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/mypy.log; exit $$((tests || types))
 
 quick: check  ## check, then the tests that find most in two minutes
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)

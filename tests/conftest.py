@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import atexit
 import gc
 import signal
 import sys
@@ -64,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
+    # Almost all that a collection of tests makes stays: looking through it takes two seconds.
+    gc.disable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,13 +116,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     # What was imported and collected stays; each collection of garbage would look through it.
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)  # what tests import in turn, too, takes a fifth of a second
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else extensions say at the end that these objects leak
+    # Else extensions say at the end that these objects leak. Earlier than that, it would be looked
+    # through for each of the collections with which pytest itself ends.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Operand, Verdict, pa
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_a_run_that_goes_bad_is_diagnosed_and_cured(name: str, tmp_path: Path) -> None:
     judged = runs.judge(name, tmp_path)

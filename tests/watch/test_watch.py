@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
+from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.watch import skips
 from halfstep._tools.watch.watch import Watch
@@ -454,6 +456,43 @@ def test_a_place_is_told_once() -> None:
     loop = Loop()
     large_steps(loop, [False, True, False, True, True])
     assert loop.told == [(2, "range")]
+
+
+def _root(out: Tensor, i: int) -> Tensor:
+    if i == 3:
+        return (out.float() * 0).log().sum()  # another place, which is told
+    return (out.float() * 0).sqrt().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdicts"),
+    [
+        (_root, ["maths", "maths"]),
+        (lambda out, i: (out.half() * 1e5).float().sum(), ["range"]),
+        (lambda out, i: out.float().sum() * (1e3 if i else 1.0), ["scale"]),
+    ],
+)
+def test_a_cure_is_searched_once_for_each_place(
+    loss: Callable[[Tensor, int], Tensor], verdicts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skips, "SETTLED", 1)
+    monkeypatch.setattr(skips, "MOST_FALLS", 0)
+    trials, judged = [0], CureTrial.judged
+
+    def counted(self: CureTrial, cure: Cure, *args: Any, **changes: Any) -> Cure:
+        trials[0] += 1
+        return judged(self, cure, *args, **changes)
+
+    monkeypatch.setattr(CureTrial, "judged", counted)
+    nums = []
+    for num in (2, 3, 5):
+        trials[0] = 0
+        watch = scaled_steps(loss, num, init_scale=2.0**14)
+        nums.append(trials[0])
+    assert [found.verdict for found in watch.found] == verdicts
+    assert watch._num_tried >= 4
+    assert nums[0] == nums[1] > 0
+    assert (nums[1] == nums[2]) == (len(verdicts) == 1)
 
 
 def test_without_a_tell_function_it_is_a_warning() -> None:

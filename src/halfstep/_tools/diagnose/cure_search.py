@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from textwrap import dedent
 from typing import Any
@@ -408,19 +409,13 @@ def _of_formulas(
         now = [*chosen, *forms]
         tried, found = trial.rewritten(now)
         if tried.blame is None:
-            return _of_forms(trial, now)
-        after = call_of(tried.calls, tried.blame)
-        if after is not None and len(now) < MOST_EDITS:
-            cure = _of_formulas(trial, after, found, now)
-            if cure is not None:
-                return cure
+            cure = replace(_of_changes([form.rewrite for form in now]), is_finite=True)
+            return trial.judged(cure, partial(Formulas, [form.root for form in now]))
+        if (after := call_of(tried.calls, tried.blame)) is not None and len(now) < MOST_EDITS:
+            further = _of_formulas(trial, after, found, now)
+            if further is not None:
+                return further
     return None
-
-
-def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
-    roots = [form.root for form in forms]
-    cure = replace(_of_changes([form.rewrite for form in forms]), is_finite=True)
-    return trial.judged(cure, lambda: Formulas(roots))
 
 
 def _where_to_look(blame: Blame, makers: list[Maker]) -> Cure:
@@ -483,8 +478,7 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     """Return casts of arguments to float32 as the cure, or edits specific to the function."""
     if call is None:
         return None
-    limited = _of_limited_cast(trial, blame, call)
-    if limited is not None:
+    if (limited := _of_limited_cast(trial, blame, call)) is not None:
         return limited
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
     return _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
@@ -508,9 +502,9 @@ def _of_limited_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | N
         each.place.statement is made.place.statement and each.ops[0] == made.ops[-1] + 1
         for each in back
     )
-    cure = (
-        _judged_edits(trial, tried.calls, edits) if is_back or blame.dtype.itemsize == 1 else None
-    )
+    if not is_back and blame.dtype.itemsize > 1:
+        return None
+    cure = _judged_edits(trial, tried.calls, edits)
     return cure if cure is not None and cure.is_finite else None
 
 
@@ -561,8 +555,7 @@ def _of_edits(
         if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
         best = best or tried.calls
-        scale = _scale_of_edits(trial, now, blame, tried.blame)
-        if scale is not None:
+        if (scale := _scale_of_edits(trial, now, blame, tried.blame)) is not None:
             yield _judged_edits(trial, tried.calls, now, scale)
             return
         after = call_of(tried.calls, tried.blame)
@@ -617,8 +610,7 @@ def _judged_edits(
         made.append(UserCalls(trial.replayer.num_ops, edits))
         return made[-1].active()
 
-    cure = replace(cure, remarks=calls.remarks())
-    cure = trial.judged(cure, change, scale=scale or trial.scale)
+    cure = trial.judged(replace(cure, remarks=calls.remarks()), change, scale=scale or trial.scale)
     least, last = sorted(each.share for each in [calls, *made][-2:])  # of it, and the one before
     if cure.trial and last:
         said = f"at the end of the trial, {last:.0%} of the values are still changed"

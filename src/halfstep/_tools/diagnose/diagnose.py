@@ -143,8 +143,7 @@ def diagnosis_of_calls(
 
     ``root`` is the bad value, if ``backward`` was not called on it; or there are ``results``.
     """
-    why_not = why_not_replayed(calls, model)
-    if why_not is not None:
+    if (why_not := why_not_replayed(calls, model)) is not None:
         return None, why_not
     try:
         with replaying(), outside_of_contexts():  # also hides the scaler that step_of makes
@@ -155,9 +154,7 @@ def diagnosis_of_calls(
     except Exception as error:  # raised by the user's code
         return None, f"a replay raised {short_error(error)}"
     gap = gap_in(calls)
-    if gap is not None and found.verdict == "unknown":
-        return None, gap
-    if gap is not None and found.verdict == "data":
+    if gap is not None and found.verdict in ("unknown", "data"):
         # Values computed in the gap are not computed again, so the replay takes them for data.
         named = () if model is None else (*model.named_parameters(), *model.named_buffers())
         if found.tensor not in {without_wrappers(name) for name, _ in named}:
@@ -308,7 +305,10 @@ def judge(
     scale = run.scale or run.by_hand
     cure: Cure | None = None
     margin = MARGIN if run.scale is None else 1.0
+    judged = Diagnosis("scale", bad, None, found.ends, scale)
     if scale and may_be_scale and (smaller := cure_search.smaller_scale(trial, scale, bad)):
+        if trial.usual.is_known(judged):
+            return judged
         smaller = max(smaller / margin, cure_search.SMALLEST_SCALE)
         cure = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
     elif scale and run.by_hand and found.is_scaling and bad.excess:  # no replay multiplies by less
@@ -317,7 +317,7 @@ def judge(
         if run.scale is None:
             tried = ", which was tried" if cure.trial else ""
             cure = replace(cure, text=BY_HAND.format(cure.scale, scale, tried))
-        judged = Diagnosis("scale", bad, None, found.ends, scale, cure)
+        judged = replace(judged, cure=cure)
         return (cure.is_finite is False and trial.usual.explain(judged)) or judged
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
@@ -329,6 +329,8 @@ def judge(
     judged = Diagnosis(verdict, bad, None, found.ends, run.scale, is_finite_in_float32=in_float32)
     if (grown := trial.usual.explain(judged)) is not None:
         return grown
+    if trial.usual.is_known(judged):
+        return judged
     try:
         if verdict == "range":
             cure = cure_search.of_range(trial, blame, bad, call)

@@ -60,6 +60,8 @@ class Usual:
     # Returns the diagnosis of a step in another way, as of weights that grew, or None.
     explain: Callable[..., Diagnosis | None] = lambda _, **__: None
     standardise: Standardise = NOT_LARGE
+    # Returns whether a diagnosis of the same place was reported, which nobody needs cured again.
+    is_known: Callable[[Diagnosis], bool] = lambda _: False
 
     def is_like(self, loss: float) -> bool:
         """Return whether a loss is like those of the run, as far as is known."""

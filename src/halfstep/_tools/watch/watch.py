@@ -541,18 +541,17 @@ class Watch:
             return
         if (given := self._capture.log.given_bad()) is None:
             ends, scale = self._capture.ends or self._running.ends_before, self._scale
-            written = of_buffers(names, ends, self._last_model, scale, self._seconds)
-            if written is not None:
-                self._of_steps.add(step)
-                self._report(written, step)
+            found = of_buffers(names, ends, self._last_model, scale, self._seconds)
         else:
             call, tensor = given
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
             cure = Cure("data", text, remarks=(SPOILT.format(names=names_text(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
+            found = Diagnosis("data", tensor=name, cure=cure, notes=notes)
+        if found is not None:
             self._of_steps.add(step)
-            self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
+            self._report(found, step)
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
@@ -617,11 +616,11 @@ class Watch:
         is_left_out = root is not None
         calls, before = needed_for(ends), needed_for(self._running.ends_before)
         model, seconds = self._model_of(calls), self._seconds
-        is_known = why_not_again(before) is None and self._was_finite
-        again = step_of(before, None, scale) if is_known else None
+        can_repeat = why_not_again(before) is None and self._was_finite
+        again = step_of(before, None, scale) if can_repeat else None
         line = ends[-1].at.line if ends and ends[-1].at else None
         usual = self._growth.usual(self._step, line, calls, before)
-        usual = replace(usual, max_norm=self._max_norm, step=again)
+        usual = replace(usual, max_norm=self._max_norm, step=again, is_known=self._is_known)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -641,7 +640,8 @@ class Watch:
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
-            if found.verdict in ("maths", "range", "scale") and found.bad is not None:
+            is_new = found.verdict in ("maths", "range", "scale") and not self._is_known(found)
+            if is_new and found.bad is not None:
                 text, change = usual.standardise() if found.bad.is_overflow else ("", None)
                 not_tried = text if change is None else ""
                 hints = [*filter(None, [self._growth.of_collapse(calls), not_tried])]
@@ -740,9 +740,13 @@ class Watch:
         is_left = self._is_spoiled or (not self._was_finite and is_of_the_model(found))
         if self.found and is_left and found.verdict == "data":
             return  # left over from a bad step whose diagnosis was reported
-        if all(_place(found) != _place(known) for known in self.found):
+        if not self._is_known(found):
             self.found.append(found)
             self._tell(found, number)
+
+    def _is_known(self, found: Diagnosis) -> bool:
+        """Return whether a diagnosis of the same place was reported."""
+        return any(_place(found) == _place(known) for known in self.found)
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:
