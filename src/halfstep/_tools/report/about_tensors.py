@@ -310,10 +310,10 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
         if outside:
             yield say(
                 "warning",
-                f"{things(outside, 'measured entry', 'measured entries')} of ",
                 Code(layer.name),
-                f" exceed{'s' * (outside == 1)} the largest value of {layer.format} (the largest: "
-                f"{layer.amax:.4g}); a cast to it makes inf.",
+                f" has entries beyond the largest value of {layer.format} ({count(outside)} in "
+                f"{things(layer.num_samples, 'sample')}, the largest: {layer.amax:.4g}); a cast to "
+                "it makes inf.",
                 evidence=row_of(summary, layer),
             )
 
