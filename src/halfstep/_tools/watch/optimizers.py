@@ -99,8 +99,9 @@ def with_bad_state(
                 loads = lines_with(line.file, {"load_state_dict"}) if line and is_loaded else []
                 before = f"than that of {listed(loads)}" if loads else f"from before {key} went bad"
                 text = (
-                    f"load an earlier checkpoint {before}: the state of {of} was not finite before "
-                    f"this step{which}, which makes {name} so. Without one, begin with a new {of}"
+                    f"load an earlier checkpoint {before}: the state of {of}, with which it steps "
+                    f"{name}, was not finite before this step{which}. Without one, begin with a "
+                    f"new {of}"
                 )
                 lines = written(value)
                 text = "\n".join([*lines, text] if is_loaded or not lines else lines)
@@ -171,6 +172,8 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
     clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    # Steps of Adam and its like are as long with smaller gradients.
+    clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text
 
 
