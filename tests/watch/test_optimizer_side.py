@@ -78,12 +78,14 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(name, value, has_
     assert str(found).startswith(f"data: `{name} of AdamW` was not finite before the step\n")
 
 
-def test_clipping_is_no_cure_of_steps_that_do_not_depend_on_the_size_of_gradients() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_rate_that_is_too_high_is_neither_clipped_nor_a_usual_decay(kind) -> None:
+    """Steps of Adam are as long with smaller gradients; the decay of AdamW is 0.01, as is usual."""
     model = perceptron()
-    watch, _ = watched(model, torch.optim.Adam(model.parameters(), 1e15))
-    found = watch.found[0]
-    assert found.happened.startswith("the run diverges: the largest weight of Adam grew from ")
-    assert found.cure.text == "lower the learning rate of Adam"
+    watch, _ = watched(model, kind(model.parameters(), 1e15))
+    found, of = watch.found[0], kind.__name__
+    assert found.happened.startswith(f"the run diverges: the largest weight of {of} grew from ")
+    assert found.cure.text == f"lower the learning rate of {of}"
 
 
 def test_a_number_that_no_step_computes_with_may_be_infinite() -> None:

@@ -241,13 +241,11 @@ def ran_lower(products: Mapping[str, int]) -> bool | None:
 
 def dtypes_text(products: Mapping[str, int]) -> str:
     """Return in which dtypes products ran: ``products with gradients ran in float16 ...``."""
-    seen = seen_in(products)
-    where = " with gradients"
-    if seen.keys() != products.keys():
-        compiled = "compiled and " if HIDDEN in products else ""
-        where += f" outside of {compiled}custom functions"
+    seen, where = seen_in(products), " with gradients"
     if not seen:
         return "the dtypes of products were not measured"
+    if seen.keys() != products.keys():
+        where += f" outside of {'compiled and ' * (HIDDEN in products)}custom functions"
     if ran_lower(products) is False:
         ran = f"products: {listed(sorted(seen))}"
         return f"no product{where} ran in a lower precision ({ran})"

@@ -31,6 +31,7 @@ _SETTINGS = frozenset(
     ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "betas", "rho", "lambd")
 )
 """The numbers in a group that steps compute with; others may be infinite on purpose."""
+_USUAL_DECAY = 0.01
 
 
 def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
@@ -128,11 +129,11 @@ def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:
         rate, decay = group.get("lr"), group.get("weight_decay")
         is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
         rate = min(rate, begun) if isinstance(rate, float) else 0.0  # not one raised since
-        if is_direct and decay and rate * decay > 2:
+        if is_direct and decay and decay > _USUAL_DECAY and rate * decay > 2:  # else lr is too high
             return (
                 f"lower weight_decay: {decay:g} at lr={rate:g} multiplies each weight by "
                 f"1 - {rate:g} * {decay:g} = {1 - rate * decay:g} in a step. Below 2 / lr = "
-                f"{2 / rate:g} weights shrink; weight_decay=0.01 is usual"
+                f"{2 / rate:g} weights shrink; weight_decay={_USUAL_DECAY} is usual"
             )
     return ""
 
