@@ -468,8 +468,9 @@ class Recorder:
             self.seen.products += self._products
             self._products.clear()
         if tensors:
-            weights = (each.dtype for each in tensors if each.kind == "parameter")
+            weights = {each.dtype for each in tensors if each.kind == "parameter"}
             self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)
+            self.seen.has_float16 |= "float16" in weights
             scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
             if len(tensors) < num:
                 self.say(MANY_TENSORS.format(num=f"{num:,}"))

@@ -263,6 +263,7 @@ class Seen:
     products: Counter[str] = field(default_factory=Counter)  # by dtype, in sampled steps
     lost: list[float] = field(default_factory=list)  # shares of lost updates in sampled steps
     has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
+    has_float16: bool = False  # whether any of these is in float16, whose steps have no guard
     bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
     bad_taken: set[int] = field(default_factory=set)  # steps taken with a loss of inf or NaN
     has_bad_gradients: bool = False  # whether a taken step had a measured norm of inf or NaN

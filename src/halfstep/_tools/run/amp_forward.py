@@ -177,7 +177,8 @@ class ScriptState:
         if not seen or HIDDEN in products:  # which may hide others
             return ""
         others = listed([f"{count(num)} in {dtype}" for dtype, num in seen.items()])
-        why = "" if self.has_trained else "; what trains calls other methods than model(x)"
+        is_own = self.has_trained or self.has_own_autocast
+        why = "" if is_own else "; what trains calls other methods than model(x)"
         return f", but no product with gradients ran in {name} ({others}{why})"
 
 
