@@ -10,7 +10,7 @@ from tests.report import records
 from halfstep._tools.cli import main
 from halfstep._tools.record.files import file_of
 
-RAN = "products ran in float16 (96 %) and float32 (4 %)"
+RAN = "products with gradients ran in float16 (96 %) and float32 (4 %)"
 
 
 def check(capsys, folder):

@@ -867,6 +867,16 @@ class Lowered(torch.autograd.Function):
         return gradients[0].float()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x  # a loss that multiplies by the head itself has a result in float32 too
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return 2 * gradients[0]
+
+
 # A CPU without kernels for bfloat16 computes convolutions in float32.
 LOWERS_CONVOLUTIONS = DEVICE != "cpu" or has_onednn(torch.bfloat16)
 OF_CONVOLUTIONS = "bfloat16" if LOWERS_CONVOLUTIONS else "float32"
@@ -910,6 +920,7 @@ def test_products_are_counted_by_the_dtype_in_which_they_ran(make, dtype, produc
     [
         (torch.compile(nn.Linear(4, 4), backend="aot_eager"), {"hidden": 1}),
         (lambda x: Lowered.apply(x @ x), {"hidden": 1, "float32": 1}),
+        (lambda x: Doubled.apply(x @ x), {"custom": 1, "float32": 1}),
         (partial(checkpoint, lambda x: x @ x, use_reentrant=True), {"float32": 1}),
         (partial(checkpoint, lambda x: x @ x, use_reentrant=False), {"float32": 1}),
         (lambda x: torch.lgamma(x) + x.cummax(0)[0], {}),

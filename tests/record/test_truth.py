@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep._common.text import SEVERITIES
 from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import dtypes_text
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.summary import Summary
 from halfstep._tools.report.text import sentences
@@ -54,7 +55,11 @@ def test_a_healthy_loop_and_an_optimizer_without_gradients(tmp_path: Path) -> No
         idle.step()  # makes no steps
 
     severity, text, summary = recorded(tmp_path, step)
-    assert (severity, text[:14], summary.steps.num) == ("notice", "No product ran", 60)
+    assert (severity, text[:29], summary.steps.num) == (
+        "notice",
+        "No product with gradients ran",
+        60,
+    )
 
 
 def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ LEFT_OUT = Path(__file__).parent / "corpus" / "left_out.py"
 def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
     """Each with its own loss: as a skip if its gradients were bad, and else by the script."""
     done = forked.python("-m", "halfstep", "run", "-o", "out", LEFT_OUT, cwd=tmp_path)
-    ran = "no product ran in a lower precision (products: float32)"
+    ran = "no product with gradients ran in a lower precision (products: float32)"
     assert done.err == f"halfstep: 20 steps recorded, 5 skipped; {ran}: halfstep report out\n"
     steps = read_run(tmp_path / "out").steps
     assert max(step.loss for step in steps) == steps[0].loss  # none has been added up
@@ -249,3 +254,23 @@ def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:
 
     severity, text, _ = recorded(tmp_path, step, 5)
     assert (severity, text[:13]) == ("warning", "The loss rose")
+
+
+def test_products_of_a_frozen_model_and_of_a_custom_function_are_left_out(tmp_path: Path) -> None:
+    """Autograd sees neither, so that no sentence speaks of all products."""
+    loop, frozen = Loop(), nn.Linear(8, 8).bfloat16().requires_grad_(False)
+
+    def step() -> None:
+        features = frozen(X.bfloat16()).float()
+        loss = (loop.model(features) - Y).square().mean()
+        loop.optimizer.zero_grad()
+        step_on(loop.optimizer, loss)
+
+    *_, summary = recorded(tmp_path, step, num=3)
+    no = "no product with gradients{} ran in a lower precision (products: float32)"
+    assert dtypes_text(summary.products) == no.format("")
+    outside = " outside of custom functions"
+    assert dtypes_text({"float32": 1, "custom": 2}) == no.format(outside)
+    all_ran = f"all products with gradients{outside} ran in bfloat16"
+    assert dtypes_text({"bfloat16": 1, "custom": 1}) == all_ran
+    assert dtypes_text({"custom": 1}) == "the dtypes of products were not measured"

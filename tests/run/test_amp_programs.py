@@ -263,15 +263,15 @@ PROGRAMS: dict[str, tuple[Callable[[], None], str]] = {
     "plain": (lambda: steps_of(net := Methods(), net, torch.ones(2, 4)), ", 1 of 1 product in {}"),
     "float64": (
         lambda: steps_of(net := Methods().double(), net, torch.ones(2, 4).double()),
-        ", but no product of the training ran in {} (1 in float64)",
+        ", but no product with gradients ran in {} (1 in float64)",
     ),
     "forward": (
         lambda: steps_of(net := Methods(), net.forward, torch.ones(2, 4)),
-        f", but no product of the training ran in {{}} (2 in float32{HIDDEN})",
+        f", but no product with gradients ran in {{}} (2 in float32{HIDDEN})",
     ),
     "a method": (
         lambda: steps_of(net := Methods(), net.training_step, torch.ones(2, 4)),
-        f", but no product of the training ran in {{}} (2 in float32{HIDDEN})",
+        f", but no product with gradients ran in {{}} (2 in float32{HIDDEN})",
     ),
     "a compiled model": (
         lambda: steps_of(

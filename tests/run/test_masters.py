@@ -622,7 +622,7 @@ def test_a_run_says_it_once_and_records_it(halfstep_run: Any, tmp_path: Path) ->
     lines = done.err.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == [
         *("--masters", "--guard", "--masters"),
-        "4 steps recorded, 0 skipped; all products ran in bfloat16",
+        "4 steps recorded, 0 skipped; all products with gradients ran in bfloat16",
     ]
     notes = [note.text for note in read_run(tmp_path / "out").notes]
     assert [f"halfstep: {text}" for text in notes] == lines[:-1]

@@ -126,7 +126,12 @@ for _ in range(2):
 @pytest.mark.parametrize(
     ("policy", "code", "told", "dtypes"),
     [
-        ("torch; linear@1:fp32", 0, "products ran in bfloat16 (50 %) and float32", [FP32] * 2),
+        (
+            "torch; linear@1:fp32",
+            0,
+            "products with gradients ran in bfloat16 (50 %) and float32",
+            [FP32] * 2,
+        ),
         ("torch; linear@1:fp32; @nosuch:fp32", 1, "'nosuch'; its modules are 0, 1", [FP32]),
         ("torch; @late:fp32", 0, "no module of this Sequential is named like 'late'", [BF16] * 2),
     ],

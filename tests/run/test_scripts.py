@@ -84,7 +84,7 @@ def test_the_record_is_complete_however_it_ends(end, code, error, halfstep_run, 
     (tmp_path / "train.py").write_text(f"{TRAIN}\ntrain(3)\n{end}\n")
     done = halfstep_run("-o", "record", "train.py", "--lr", "1")
     assert done.code == code
-    ran = "all products ran in bfloat16"
+    ran = "all products with gradients ran in bfloat16"
     assert done.err.endswith(f"3 steps recorded, 0 skipped; {ran}: halfstep report record\n")
     first, *_, last = events(tmp_path / "record")
     assert (first["event"], first["command"]) == ("run", ["train.py", "--lr", "1"])
@@ -126,7 +126,8 @@ def test_forks_record_themselves(halfstep_run, tmp_path):
     )
     done = halfstep_run("-o", "record", "train.py")
     assert done.err == (
-        "halfstep: main process: 1 step recorded, 0 skipped; all products ran in bfloat16; "
+        "halfstep: main process: 1 step recorded, 0 skipped; "
+        "all products with gradients ran in bfloat16; "
         "2 processes that it started recorded too: halfstep report record\n"
     )
     for name, steps in ("record", 1), ("record/process-1", 90), ("record/process-2", 70):

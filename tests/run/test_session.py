@@ -285,6 +285,10 @@ def with_bad_steps(*steps, norm):
              ["an optimizer stepped although the loss was inf or NaN, in 1 step (first: step 3)"])
             for norm in (None, 1.0)
         ),
+        (  # gradients in float16 have no guard
+            replace(with_bad_steps(3, norm=math.inf), has_float16=True),
+            ["an optimizer stepped although the loss was inf or NaN, in 1 step (first: step 3)"],
+        ),
         (Seen(first_scale=1.0, scale=1.0), []),  # of a guard
         (
             Seen(first_scale=65536.0, scale=2.0**-126),

@@ -80,6 +80,16 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(name, value, has_
     assert str(found).startswith(f"data: `{name} of AdamW` was not finite before the step\n")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_rate_that_is_too_high_is_neither_clipped_nor_a_usual_decay(kind) -> None:
+    """Steps of Adam are as long with smaller gradients; the decay of AdamW is 0.01, as is usual."""
+    model = perceptron()
+    watch, _ = watched(model, kind(model.parameters(), 1e15))
+    found, of = watch.found[0], kind.__name__
+    assert found.happened.startswith(f"the run diverges: the largest weight of {of} grew from ")
+    assert found.cure.text == f"lower the learning rate of {of}"
+
+
 def test_a_number_that_no_step_computes_with_may_be_infinite() -> None:
     model = perceptron()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "max_norm": math.inf}], 1e-3)
@@ -294,3 +304,20 @@ def test_a_guard_does_not_count_the_steps_of_a_trial() -> None:
     watch, _ = watched(model, optimizer, loss_of=loss_of)
     assert all(found.cure.trial.startswith("20 steps of Adam") for found in watch.found)
     assert (guarded.counts().taken, seen) == (10, [11, 11])
+
+
+def test_a_square_of_a_gradient_that_overflows_leaves_its_weight_finite() -> None:
+    """Adam divides by its root, so that the weight stands still: it is not said to go bad."""
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
+
+    def change(i: int) -> None:
+        if i == 5:
+            model[4].bias.grad.fill_(1e25)
+
+    watch, steps = watched(model, optimizer, before_step=change)
+    found = watch.found[0]
+    assert steps[0] > 5
+    assert found.tensor == "exp_avg_sq of 4.bias in Adam"
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    assert ", with which it steps 4.bias, was not finite before this step" in found.cure.text

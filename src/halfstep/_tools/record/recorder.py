@@ -34,6 +34,7 @@ from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
 from halfstep._tools.record.run import (
+    CUSTOM,
     HIDDEN,
     HOOKS_AND_SCALE,
     PAST_THE_SCALER,
@@ -179,7 +180,8 @@ class Recorder:
             return
         if self._sampler.is_open:
             for dtype, num in autograd.products_of(tensors_in([roots])).items():
-                self._products[HIDDEN if dtype is None else dtype_name(dtype)] += num
+                name = CUSTOM if dtype is False else HIDDEN if dtype is True else dtype_name(dtype)
+                self._products[name] += num
         if autograd.backward_number() >= 0:
             return  # inside another pass, a checkpoint is being recomputed
         self._num_backward += 1
@@ -466,8 +468,9 @@ class Recorder:
             self.seen.products += self._products
             self._products.clear()
         if tensors:
-            weights = (each.dtype for each in tensors if each.kind == "parameter")
+            weights = {each.dtype for each in tensors if each.kind == "parameter"}
             self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)
+            self.seen.has_float16 |= "float16" in weights
             scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
             if len(tensors) < num:
                 self.say(MANY_TENSORS.format(num=f"{num:,}"))

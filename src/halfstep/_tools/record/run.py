@@ -101,8 +101,11 @@ class PolicySeen(_Event, tag="policy", frozen=True):
     text: str
 
 
-HIDDEN = "hidden"
-"""Among the dtypes of products: functions whose products autograd does not see."""
+HIDDEN, CUSTOM = "hidden", "custom"
+"""Among the dtypes of products: functions whose products autograd does not see.
+
+``CUSTOM`` are custom functions whose results are in no lower precision.
+"""
 
 
 class Products(_Event, tag="products", frozen=True):
@@ -222,21 +225,28 @@ LINES = tuple(_Event.__subclasses__())
 """What the lines of a record may be."""
 
 
+def seen_in(products: Mapping[str, int]) -> dict[str, int]:
+    """Return the products that autograd saw, without the functions that may hide others."""
+    return {dtype: num for dtype, num in products.items() if dtype not in (HIDDEN, CUSTOM)}
+
+
 def ran_lower(products: Mapping[str, int]) -> bool | None:
     """Return whether any product ran in a lower precision; None if that is unknown."""
     if not FORMATS_BY_DTYPE.keys().isdisjoint(products):
         return True
-    return None if not products or HIDDEN in products else False
+    return None if not seen_in(products) or HIDDEN in products else False
 
 
 def dtypes_text(products: Mapping[str, int]) -> str:
-    """Return in which dtypes products ran: ``products ran in float16 (96 %) and float32 (4 %)``."""
-    seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
-    if ran_lower(products) is False:
-        return f"no product ran in a lower precision (products: {listed(sorted(seen))})"
+    """Return in which dtypes products ran: ``products with gradients ran in float16 ...``."""
+    seen, where = seen_in(products), " with gradients"
     if not seen:
         return "the dtypes of products were not measured"
-    where = " outside of compiled and custom functions" if HIDDEN in products else ""
+    if seen.keys() != products.keys():
+        where += f" outside of {'compiled and ' * (HIDDEN in products)}custom functions"
+    if ran_lower(products) is False:
+        ran = f"products: {listed(sorted(seen))}"
+        return f"no product{where} ran in a lower precision ({ran})"
     if len(seen) == 1:
         return f"all products{where} ran in {next(iter(seen))}"
     shares = {dtype: num / sum(seen.values()) for dtype, num in seen.items()}
@@ -251,6 +261,7 @@ class Seen:
     products: Counter[str] = field(default_factory=Counter)  # by dtype, in sampled steps
     lost: list[float] = field(default_factory=list)  # shares of lost updates in sampled steps
     has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
+    has_float16: bool = False  # whether any of these is in float16, whose steps have no guard
     bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
     bad_taken: set[int] = field(default_factory=set)  # steps taken with a loss of inf or NaN
     has_bad_gradients: bool = False  # whether a taken step had a measured norm of inf or NaN

@@ -98,7 +98,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
         later = "and it recovered" if summary.buffers is None else "later losses were finite"
         end = last if is_last else f", {later}."
-        if not summary.has_scaler and summary.has_bad_gradients:
+        is_half = any("float16" in x.dtypes for x in summary.of_kind("parameter"))  # has no guard
+        if not (summary.has_scaler or is_half) and summary.has_bad_gradients:
             cure = (*cure, *_guarded(summary.facts, "skips steps with inf or NaN gradients"))
         yield say(
             "bad" if is_last else "warning",

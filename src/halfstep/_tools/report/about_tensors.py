@@ -194,7 +194,7 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on inf and NaN in outputs and weights."""
     weights = [layer for layer in summary.of_kind("parameter") if layer.inf or layer.nan]
     if weights:
-        bad = summary.went_bad_at
+        bad = summary.first_in_doubt
         before = "" if bad is None else f" from before step {bad}"
         lost = "start again" if bad == 1 else f"restore a checkpoint{before}"
         end = f" These weights cannot be recovered: {lost}."
@@ -215,7 +215,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
     when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
     checked = (each for each in summary.sampled if each < step)  # they were finite then
     good = step - 1 if is_skipped else max(checked, default=0)
-    good = min(good, (summary.went_bad_at or step) - 1)
+    good = min(good, (summary.first_in_doubt or step) - 1)
     is_seen = summary.loss is not None and summary.loss.first_non_finite is not None
     of_norms: tuple[str | Code, ...] = ()
     use = "may use"
@@ -310,10 +310,10 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
         if outside:
             yield say(
                 "warning",
-                f"{things(outside, 'measured entry', 'measured entries')} of ",
                 Code(layer.name),
-                f" exceed{'s' * (outside == 1)} the largest value of {layer.format} (the largest: "
-                f"{layer.amax:.4g}); a cast to it makes inf.",
+                f" has entries beyond the largest value of {layer.format} ({count(outside)} in "
+                f"{things(layer.num_samples, 'sample')}, the largest: {layer.amax:.4g}); a cast to "
+                "it makes inf.",
                 evidence=row_of(summary, layer),
             )
 

@@ -466,6 +466,18 @@ class Summary:
             bad.append(self.loss.first_non_finite)
         return min(bad, default=None)
 
+    @property
+    def first_in_doubt(self) -> int | None:
+        """The first step that may have made weights bad: that before a bad loss, if it is unknown.
+
+        Such a loss is of a bad batch, or of weights that the step before has made bad.
+        """
+        bad = self.went_bad_at
+        weights = {layer.name for layer in self.of_kind("parameter") if layer.nan or layer.inf}
+        found = [place.diagnosis for place in self.bad_places if place.steps[0] == bad]
+        is_known = any(x.verdict in OTHER_CAUSES and x.tensor not in weights for x in found)
+        return bad if bad is None or is_known or not weights else max(bad - 1, 1)
+
     def follows_from(self, step: int | None) -> bool:
         """Return whether events of a step are consequences of the first bad step.
 

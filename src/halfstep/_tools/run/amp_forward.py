@@ -21,7 +21,7 @@ from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._tools.patches import TopLevelCalls, not_compiled
-from halfstep._tools.record.run import HIDDEN
+from halfstep._tools.record.run import HIDDEN, seen_in
 from halfstep._tools.replay.replay import is_replaying
 from halfstep.events import has_own_policies
 
@@ -162,15 +162,16 @@ class ScriptState:
     def _counted(self) -> str:
         """Return how many products of the sampled steps ran in the lower precision."""
         products, name = self._products(), dtype_name(self._dtype)
-        seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
+        seen = seen_in(products)
         low, total = seen.get(name, 0), sum(seen.values())
         if low:
             return f", {count(low)} of {things(total, 'product')} in {name}"
         if not seen or HIDDEN in products:  # which may hide others
             return ""
         others = listed([f"{count(num)} in {dtype}" for dtype, num in seen.items()])
-        why = "" if self.has_trained else "; what trains calls other methods than model(x)"
-        return f", but no product of the training ran in {name} ({others}{why})"
+        is_own = self.has_trained or self.has_own_autocast
+        why = "" if is_own else "; what trains calls other methods than model(x)"
+        return f", but no product with gradients ran in {name} ({others}{why})"
 
 
 # --- calls under autocast -------------------------------------------------------------------------

@@ -522,7 +522,7 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         yield f"{num} of the model ended with inf or NaN: {names_text(seen.bad_buffers)}{does}"
     if seen.bad_taken:
         when = f"{things(len(seen.bad_taken), 'step')} (first: {at_steps([min(seen.bad_taken)])})"
-        skips = guard if seen.has_bad_gradients else ""
+        skips = guard if seen.has_bad_gradients and not seen.has_float16 else ""
         does = _prevents(skips, "skips steps with inf or NaN gradients")
         yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:

@@ -35,6 +35,7 @@ _SETTINGS = frozenset(
     ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "betas", "rho", "lambd")
 )
 """The numbers in a group that steps compute with; others may be infinite on purpose."""
+_USUAL_DECAY = 0.01
 
 
 def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
@@ -126,8 +127,9 @@ def with_bad_state(
                 loads = lines_with(line.file, {"load_state_dict"}) if line and is_loaded else []
                 before = f"than that of {listed(loads)}" if loads else f"from before {key} went bad"
                 text = (
-                    f"load an earlier checkpoint {before}: the state of {of} was not finite before "
-                    f"this step{which}, which makes {name} so. Without one, begin with a new {of}"
+                    f"load an earlier checkpoint {before}: the state of {of}, with which it steps "
+                    f"{name}, was not finite before this step{which}. Without one, begin with a "
+                    f"new {of}"
                 )
                 lines = written(value)
                 text = "\n".join([*lines, text] if is_loaded or not lines else lines)
@@ -163,11 +165,11 @@ def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:
         rate, decay = group.get("lr"), group.get("weight_decay")
         is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
         rate = min(rate, begun) if isinstance(rate, float) else 0.0  # not one raised since
-        if is_direct and decay and rate * decay > 2:
+        if is_direct and decay and decay > _USUAL_DECAY and rate * decay > 2:  # else lr is too high
             return (
                 f"lower weight_decay: {decay:g} at lr={rate:g} multiplies each weight by "
                 f"1 - {rate:g} * {decay:g} = {1 - rate * decay:g} in a step. Below 2 / lr = "
-                f"{2 / rate:g} weights shrink; weight_decay=0.01 is usual"
+                f"{2 / rate:g} weights shrink; weight_decay={_USUAL_DECAY} is usual"
             )
     return ""
 
@@ -207,6 +209,8 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
     clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    # Steps of Adam and its like are as long with smaller gradients.
+    clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text
 
 
