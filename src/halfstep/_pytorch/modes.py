@@ -180,6 +180,11 @@ def outside_of_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
+def is_in_forward_mode() -> bool:
+    """Return whether derivatives are computed in forward mode, along with the values."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def is_tracing() -> bool:
     """Return whether ops are not simply executed once each.
 
@@ -189,7 +194,7 @@ def is_tracing() -> bool:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
         return True
-    if torch.autograd.forward_ad._current_level >= 0:
+    if is_in_forward_mode():
         return True
     if not num_dispatch_modes():
         return False
