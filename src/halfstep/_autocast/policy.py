@@ -154,8 +154,11 @@ class Policy:
 
     def island(self, module: str, device: str, dtype: torch.dtype) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
-        rule = whole_module_rule(self, module, device, dtype)
-        return rule if rule is not None and rule.action == "fp32" else None
+        for rule in reversed(self.module_rules):
+            is_meant = rule.is_for_whole_module and rule.is_about(module)
+            if is_meant and holds_where(rule, device, dtype):
+                return rule if rule.action == "fp32" else None
+        return None
 
     @cached_property
     def module_rules(self) -> tuple[Rule, ...]:
@@ -231,15 +234,6 @@ class Policy:
     def __reduce__(self) -> tuple[object, ...]:
         # Caches are not pickled: hashes of strings differ between processes.
         return Policy, (self.rules,)
-
-
-def whole_module_rule(policy: Policy, module: str, device: str, dtype: torch.dtype) -> Rule | None:
-    """Return the rule that decides for a module as a whole, given by name, or None."""
-    for rule in reversed(policy.module_rules):
-        is_meant = rule.is_for_whole_module and rule.is_about(module)
-        if is_meant and holds_where(rule, device, dtype):
-            return rule
-    return None
 
 
 def rules_within(policy: Policy, module: str) -> tuple[Rule, ...]:

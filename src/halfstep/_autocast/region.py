@@ -127,7 +127,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     active = scopes.policies().get(device_type)
     if active is None:
         return None
-    number = kernels.number_within(active, module)
+    number = kernels.number_within(active, module, active.lower_precision())
     if number == active.number:
         return None
     switches = scopes.switches(device_type)
