@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -238,10 +239,8 @@ def lacks_forward(module: torch.nn.parallel.DistributedDataParallel) -> bool:
     return module.require_backward_grad_sync and type(module.require_forward_param_sync) is int
 
 
-def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
-    """Return the names of parameters whose gradients DistributedDataParallel ignores."""
-    names: set[str] = module.parameters_to_ignore
-    return names
+# (module): the names of parameters whose gradients a DistributedDataParallel ignores.
+names_left_out: Callable[[Any], set[str]] = attrgetter("parameters_to_ignore")
 
 
 def reduced_by(

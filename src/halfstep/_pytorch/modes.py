@@ -32,6 +32,9 @@ is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 # (): whether torch.jit.trace, or an export based on it, is tracing in this thread.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
+# (): whether a transform of ``torch.func`` is active in this thread.
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 # (): the number of dispatch modes that see the ops of this thread.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
@@ -254,9 +257,3 @@ CALLED_AS_A_WHOLE: tuple[tuple[Any, str], ...] = (
 
 RETURNING_GRADIENTS = {"grad_impl", "grad_and_value_impl"}
 """The names of those that return gradients."""
-
-
-def has_transforms() -> bool:
-    """Return whether a transform of ``torch.func`` is active in this thread."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active
