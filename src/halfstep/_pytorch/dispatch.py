@@ -160,15 +160,11 @@ def has_kernel_on(op: torch._ops.OpOverload, device_type: str) -> bool:
     return has_kernel(op, torch._C.DispatchKey.__members__[key])
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
-    """Return whether ``op`` is a composite, whose components autograd and vmap see instead."""
-    return has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
 @cache
 def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Return whether ``op`` runs on a device as other ops, without a kernel for that device."""
-    return is_composite(op) and not has_kernel_on(op, device_type)
+    is_composite = has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite and not has_kernel_on(op, device_type)
 
 
 @cache

@@ -33,12 +33,10 @@ def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.devi
 
 def is_dtensor(value: object) -> bool:
     """Return whether ``value`` is a DTensor, without importing DTensor."""
-    return type(value) is not torch.Tensor and is_dtensor_class(type(value))
-
-
-def is_dtensor_class(kind: type) -> bool:
+    if type(value) is torch.Tensor:
+        return False
     module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
-    return issubclass(kind, getattr(module, "DTensor", ()))
+    return issubclass(type(value), getattr(module, "DTensor", ()))
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -186,12 +184,6 @@ def keep_buckets(module: torch.nn.parallel.DistributedDataParallel) -> None:
     module.reducer = _BucketsAsTheyAre(module.reducer)  # type: ignore[assignment]
 
 
-def wrapped_by(module: torch.nn.parallel.DistributedDataParallel) -> torch.nn.Module | None:
-    """Return the module in a DistributedDataParallel; None if its constructor raised."""
-    wrapped: torch.nn.Module | None = vars(module).get("_modules", {}).get("module")
-    return wrapped
-
-
 def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Return whether a user's function reduces the gradients."""
     return bool(module._comm_hooks)
@@ -251,7 +243,7 @@ def reduced_by(
     # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
-            module = wrapped_by(candidate)
+            module = vars(candidate).get("_modules", {}).get("module")
             if module is None:
                 continue  # its constructor raised
             left_out = names_left_out(candidate)
