@@ -149,8 +149,10 @@ class Policy:
 
     def rule(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
-        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, module))
-        return next(about, None)
+        for rule in self._about(op):
+            if holds_where(rule, device, dtype) and rule.names(op) and holds_within(rule, module):
+                return rule
+        return None
 
     def island(self, module: str, device: str, dtype: torch.dtype) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
