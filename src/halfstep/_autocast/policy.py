@@ -131,7 +131,8 @@ class Policy:
         if isinstance(rules, Rule):
             rules = [rules]
         elif isinstance(rules, str):
-            rules = _checked(written.parse_rules(rules))
+            rules = written.parse_rules(rules)
+            check(rules)
         return Policy((*self.rules, *Policy(rules).rules))
 
     def __str__(self) -> str:
@@ -181,19 +182,17 @@ class Policy:
 
     def _about(self, op: str) -> list[Rule]:
         """Return the rules that may concern ``op``, last one first."""
-        named = self._index.get(op, []) + self._index.get(op.rpartition(".")[0], [])
-        return [rule for _, rule in sorted(named + self._globs, key=lambda item: -item[0])]
+        keys = op, op.rpartition(".")[0], "*"
+        found = [position for key in keys for position in self._index.get(key, ())]
+        return [self.rules[position] for position in sorted(found, reverse=True)]
 
     @cached_property
-    def _index(self) -> dict[str, list[tuple[int, Rule]]]:
-        index: dict[str, list[tuple[int, Rule]]] = {}
+    def _index(self) -> dict[str, list[int]]:
+        """The positions of rules, by op; those of globs under ``"*"``."""
+        index: dict[str, list[int]] = {}
         for position, rule in enumerate(self.rules):
-            index.setdefault(rule.op, []).append((position, rule))
+            index.setdefault("*" if rule.is_glob else rule.op, []).append(position)
         return index
-
-    @cached_property
-    def _globs(self) -> list[tuple[int, Rule]]:
-        return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
 
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
@@ -285,18 +284,14 @@ def _preset(name: str) -> Policy:
 @cache  # called each time autocast(policy="...") is entered
 def _parsed(text: str) -> Policy:
     name, rules = written.parse(text)
-    return preset(name) | _checked(rules)
+    check(rules)
+    return preset(name) | rules
 
 
 def _file(method: str, path: object) -> Path:
     if not isinstance(path, str | Path):
         raise TypeError(f"Policy.{method}(): got {shown(path)}; pass the path of a file")
     return Path(path)
-
-
-def _checked(rules: list[Rule]) -> list[Rule]:
-    check(rules)
-    return rules
 
 
 # --- the ops that rules are about -----------------------------------------------------------------
