@@ -59,8 +59,6 @@ CALLS: list[tuple[str, Callable[[], Any], Any]] = [
         lambda: "linear.default" in dispatch.overloads_with_autocast_kernel("cpu"),
         True,
     ),
-    ("is_composite", lambda: dispatch.is_composite(ATEN.linear.default), True),
-    ("is_composite", lambda: dispatch.is_composite(ATEN.mm.default), False),
     ("is_made_of_others", lambda: dispatch.is_made_of_others(ATEN.linear.default, "cpu"), True),
     ("is_made_of_others", lambda: dispatch.is_made_of_others(ATEN.addmm.default, "cpu"), False),
     ("schema_of", lambda: dispatch.schema_of(ATEN.add_.Tensor).name, "aten::add_"),

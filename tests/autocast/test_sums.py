@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from benchmarks import step_time
 from tests.device import DEVICE
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from halfstep._autocast import autocast, preset
 from halfstep._autocast.plans import PolicyOnDevice
@@ -248,6 +249,23 @@ def test_transforms_give_what_autograd_gives(name: str) -> None:
         torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0].sum(), leaf
     )[0]
     assert torch.allclose(tangent.float(), again.float(), rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(BACKWARD.keys() - {"embedding_bag", "grid_sample", "bilinear"})
+)
+def test_forward_mode_is_that_of_pytorch(name: str) -> None:
+    shape, call = BACKWARD[name]
+    h, direction = torch.rand(2, *shape).bfloat16()
+    h.requires_grad_()
+
+    def tangent() -> Any:
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(h, direction))).tangent
+
+    with forward_ad.dual_level():
+        expected = tangent()
+        with autocast(DEVICE, torch.bfloat16):
+            assert torch.equal(tangent(), expected)
 
 
 def test_a_sparse_gradient_stays_sparse() -> None:

@@ -25,7 +25,7 @@ from halfstep._autocast.casts import WITH_NUMBERS, pytorch_kernel, pytorchs, wit
 from halfstep._autocast.native import Products
 from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.policy import Policy, check, rules_within, whole_module_rule
+from halfstep._autocast.policy import Policy, check, rules_within
 from halfstep._autocast.rule import Rule
 from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Keys, overload
@@ -68,15 +68,10 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
         return _numbers[key]
 
 
-def number_within(active: PolicyOnDevice, module: str) -> int | None:
-    """Return the number of ``active``'s policy in a module, which is called; None on an island."""
-    return _within(active, module, active.lower_precision())
-
-
 @cache
-def _within(active: PolicyOnDevice, module: str, dtype: torch.dtype) -> int | None:
-    rule = whole_module_rule(active.policy, module, active.device, dtype)
-    if rule is not None and rule.action == "fp32":
+def number_within(active: PolicyOnDevice, module: str, dtype: torch.dtype) -> int | None:
+    """Return the number of a policy in a module, for a lower precision; None on an island."""
+    if active.policy.island(module, active.device, dtype) is not None:
         return None
     return prepare(active.policy, active.device, module, only_observed=active.only_observed)
 

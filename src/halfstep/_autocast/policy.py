@@ -7,12 +7,12 @@ printed and saved without running anything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -131,7 +131,8 @@ class Policy:
         if isinstance(rules, Rule):
             rules = [rules]
         elif isinstance(rules, str):
-            rules = _checked(written.parse_rules(rules))
+            rules = written.parse_rules(rules)
+            check(rules)
         return Policy((*self.rules, *Policy(rules).rules))
 
     def __str__(self) -> str:
@@ -149,13 +150,18 @@ class Policy:
 
     def rule(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
-        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, module))
-        return next(about, None)
+        for rule in self._about(op):
+            if holds_where(rule, device, dtype) and rule.names(op) and holds_within(rule, module):
+                return rule
+        return None
 
     def island(self, module: str, device: str, dtype: torch.dtype) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
-        rule = whole_module_rule(self, module, device, dtype)
-        return rule if rule is not None and rule.action == "fp32" else None
+        for rule in reversed(self.module_rules):
+            is_meant = rule.is_for_whole_module and rule.is_about(module)
+            if is_meant and holds_where(rule, device, dtype):
+                return rule if rule.action == "fp32" else None
+        return None
 
     @cached_property
     def module_rules(self) -> tuple[Rule, ...]:
@@ -176,19 +182,17 @@ class Policy:
 
     def _about(self, op: str) -> list[Rule]:
         """Return the rules that may concern ``op``, last one first."""
-        named = self._index.get(op, []) + self._index.get(op.rpartition(".")[0], [])
-        return [rule for _, rule in sorted(named + self._globs, key=lambda item: -item[0])]
+        keys = op, op.rpartition(".")[0], "*"
+        found = [position for key in keys for position in self._index.get(key, ())]
+        return [self.rules[position] for position in sorted(found, reverse=True)]
 
     @cached_property
-    def _index(self) -> dict[str, list[tuple[int, Rule]]]:
-        index: dict[str, list[tuple[int, Rule]]] = {}
+    def _index(self) -> dict[str, list[int]]:
+        """The positions of rules, by op; those of globs under ``"*"``."""
+        index: dict[str, list[int]] = {}
         for position, rule in enumerate(self.rules):
-            index.setdefault(rule.op, []).append((position, rule))
+            index.setdefault("*" if rule.is_glob else rule.op, []).append(position)
         return index
-
-    @cached_property
-    def _globs(self) -> list[tuple[int, Rule]]:
-        return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
 
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
@@ -211,7 +215,7 @@ class Policy:
         """
         asked = Rule(op, "leave")
         _check_one(asked)
-        return _explain(self, meant_by([asked]), devices, module)
+        return Explanation("\n".join(_explain(self, meant_by([asked]), devices, module)))
 
     # --- being a value ----------------------------------------------------------------------------
 
@@ -231,15 +235,6 @@ class Policy:
     def __reduce__(self) -> tuple[object, ...]:
         # Caches are not pickled: hashes of strings differ between processes.
         return Policy, (self.rules,)
-
-
-def whole_module_rule(policy: Policy, module: str, device: str, dtype: torch.dtype) -> Rule | None:
-    """Return the rule that decides for a module as a whole, given by name, or None."""
-    for rule in reversed(policy.module_rules):
-        is_meant = rule.is_for_whole_module and rule.is_about(module)
-        if is_meant and holds_where(rule, device, dtype):
-            return rule
-    return None
 
 
 def rules_within(policy: Policy, module: str) -> tuple[Rule, ...]:
@@ -289,18 +284,14 @@ def _preset(name: str) -> Policy:
 @cache  # called each time autocast(policy="...") is entered
 def _parsed(text: str) -> Policy:
     name, rules = written.parse(text)
-    return preset(name) | _checked(rules)
+    check(rules)
+    return preset(name) | rules
 
 
 def _file(method: str, path: object) -> Path:
     if not isinstance(path, str | Path):
         raise TypeError(f"Policy.{method}(): got {shown(path)}; pass the path of a file")
     return Path(path)
-
-
-def _checked(rules: list[Rule]) -> list[Rule]:
-    check(rules)
-    return rules
 
 
 # --- the ops that rules are about -----------------------------------------------------------------
@@ -434,112 +425,54 @@ def _near(rule_op: str) -> str:
 
 _HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
 
-
-class Case(NamedTuple):
-    """A combination of conditions under which an op may run."""
-
-    device: str
-    dtype: str
-    """The lower precision, ``"fp16"`` or ``"bf16"``."""
-
-
-def _cases(devices: Sequence[str]) -> list[Case]:
-    return [Case(*each) for each in product(devices, _HALVES)]
-
-
-def _arguments(case: Case) -> tuple[str, torch.dtype]:
-    """Return a case as the arguments of :meth:`Policy.rule`."""
-    return case.device, _HALVES[case.dtype]
-
-
-def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
-    """Describe some cases briefly; empty if they are all cases."""
-    if set(cases) == set(_cases(devices)):
-        return ""
-    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES))
-    seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
-    return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The decision of a policy for overloads of an op that are all treated alike.
-
-    Attributes:
-        overloads: Their names.
-        rules: The deciding rule in each case, None if no rule applies.
-        overruled: Rules that name them but never decide, last one first.
-    """
-
-    overloads: tuple[str, ...]
-    rules: tuple[tuple[Case, Rule | None], ...]
-    overruled: tuple[Rule, ...]
-
-    def __str__(self) -> str:
-        lines = [", ".join(self.overloads)]
-        for rule, where in _by_rule(self.rules, _devices(self.rules)):
-            what = "leave: no rule is about it" if rule is None else f"{rule.action}: by {rule}"
-            lines.append(f"  {where + ': ' if where else ''}{what}")
-        return "\n".join([*lines, *(f"  overruled: {rule}" for rule in self.overruled)])
+_Case: TypeAlias = tuple[str, str]
+"""Conditions under which an op may run: a device type, and ``"fp16"`` or ``"bf16"``."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is text.
+    """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is the text."""
 
-    Attributes:
-        decisions: Decisions for all overloads that the name includes.
-        islands: The rules that make the module, or one around it, an island. There autocast is off,
-            and no other rule applies.
-    """
-
-    decisions: tuple[Decision, ...]
-    islands: tuple[tuple[Case, Rule], ...]
+    text: str
 
     def __str__(self) -> str:
-        devices = _devices(case for each in self.decisions for case in each.rules)
-        islands = (
-            f"on an island in float32: by {rule}  {where}".rstrip()
-            for rule, where in _by_rule(self.islands, devices)
-        )
-        return "\n".join([*islands, *map(str, self.decisions)])
-
-
-_Decided = tuple[Case, Rule | None]
-"""The rule that decides in a case."""
-
-
-def _devices(decided: Iterable[_Decided]) -> list[str]:
-    return list(dict.fromkeys(case.device for case, _ in decided))
-
-
-def _by_rule(
-    decided: Iterable[_Decided], devices: Sequence[str]
-) -> Iterator[tuple[Rule | None, str]]:
-    """Yield each rule with the cases in which it decides, described."""
-    by_rule: dict[Rule | None, list[Case]] = {}
-    for case, rule in decided:
-        by_rule.setdefault(rule, []).append(case)
-    for rule, cases in by_rule.items():
-        yield rule, _where(cases, devices)
+        return self.text
 
 
 def _explain(
     policy: Policy, ops: Iterable[str], devices: Sequence[str], module: str
-) -> Explanation:
-    """Find the rules that decide for overloads in a module."""
-    cases = [(case, _arguments(case)) for case in _cases(devices)]
-    alike: dict[tuple[tuple[_Decided, ...], tuple[Rule, ...]], list[str]] = {}
+) -> Iterator[str]:
+    """Yield lines about the rules that decide for overloads in a module; those alike share them."""
+    cases = {(device, name): (device, _HALVES[name]) for device, name in product(devices, _HALVES)}
+    islands: dict[_Case, Rule | None] = {}  # where autocast is off, and no other rule applies
+    for case, where in cases.items():
+        of_modules = (policy.island(name, *where) for name in around(module))
+        islands[case] = next(filter(None, of_modules), None)
+    for rule, limits in _by_rule(islands):
+        if rule is not None:
+            yield f"on an island in float32: by {rule}  {limits}".rstrip()
+    alike: dict[tuple[str, ...], list[str]] = {}
     for op in sorted(ops):
-        rules = tuple((case, policy.rule(op, *where, module)) for case, where in cases)
-        deciding = {rule for _, rule in rules}
-        named = (rule for rule in reversed(policy.rules) if rule.names(op))
-        about = [rule for rule in named if holds_within(rule, module)]
-        overruled = tuple(rule for rule in about if rule not in deciding)
-        alike.setdefault((rules, overruled), []).append(op)
-    decisions = tuple(Decision(tuple(names), *key) for key, names in alike.items())
-    islands = (
-        (case, next(filter(None, (policy.island(name, *where) for name in around(module))), None))
-        for case, where in cases
-    )
-    return Explanation(decisions, tuple((case, rule) for case, rule in islands if rule is not None))
+        rules = {case: policy.rule(op, *where, module) for case, where in cases.items()}
+        lines = []
+        for rule, limits in _by_rule(rules):
+            what = "leave: no rule is about it" if rule is None else f"{rule.action}: by {rule}"
+            lines.append(f"  {limits + ': ' if limits else ''}{what}")
+        for rule in reversed(policy.rules):
+            if rule.names(op) and holds_within(rule, module) and rule not in rules.values():
+                lines.append(f"  overruled: {rule}")
+        alike.setdefault(tuple(lines), []).append(op)
+    for shared, names in alike.items():
+        yield from (", ".join(names), *shared)
+
+
+def _by_rule(decided: Mapping[_Case, Rule | None]) -> Iterator[tuple[Rule | None, str]]:
+    """Yield each rule with the cases in which it decides, described; empty if they are all."""
+    by_rule: dict[Rule | None, list[_Case]] = {}
+    for case, rule in decided.items():
+        by_rule.setdefault(rule, []).append(case)
+    known = list(map(set, zip(*decided, strict=True)))
+    for rule, cases in by_rule.items():
+        seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
+        limits = ("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
+        yield rule, ", ".join(limits)

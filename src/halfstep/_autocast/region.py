@@ -93,18 +93,6 @@ class ModuleRegion(Region):
     _is_users = False
 
 
-def outside_of(context: Region) -> amp.Switches:
-    """Return the values that PyTorch's switches had outside of ``context`` in this thread.
-
-    Raises:
-        AttributeError: The context is not entered in this thread.
-    """
-    _, scope = scopes.entered(context)
-    if scope is None or scope.switches is None:
-        raise AttributeError(f"{context!r} is not entered in this thread: nothing is outside of it")
-    return scope.switches
-
-
 def current_policy(device_type: str) -> Policy | None:
     """Return the policy for ops on ``device_type`` in this thread, None for PyTorch's rules.
 
@@ -139,7 +127,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     active = scopes.policies().get(device_type)
     if active is None:
         return None
-    number = kernels.number_within(active, module)
+    number = kernels.number_within(active, module, active.lower_precision())
     if number == active.number:
         return None
     switches = scopes.switches(device_type)

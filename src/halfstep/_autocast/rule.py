@@ -164,10 +164,6 @@ class Rule:
             return fnmatchcase(op if "." in self.op else of_any_overload, self.op)
         return self.op in (op, of_any_overload)
 
-    def holds(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> bool:
-        """Return whether the rule applies to ``op``, an overload such as ``"exp.default"``."""
-        return holds_where(self, device, dtype) and self.names(op) and holds_within(self, module)
-
     def is_about(self, module: str) -> bool:
         """Return whether the rule names this module itself."""
         return self.module is not None and fnmatchcase(module, self.module)

@@ -177,7 +177,7 @@ def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
     """Return an overload with a backward pass in float32; None if it adds in its forward pass.
 
     The gradient of its first argument, in lower precision, is rounded once. Only sizes and indices
-    are saved. Differentiable twice and in forward mode; not for ``torch.func``.
+    are saved. Differentiable twice; not in forward mode and not for ``torch.func``.
     """
     if name.partition(".")[0] not in _BACKWARD:
         return None
@@ -210,9 +210,7 @@ class _Float32Backward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         known = [*args, *others]
         ctx.save_for_backward(*tensors_in(known))
-        ctx.save_for_forward(*tensors_in(known))
         ctx.known = map_leaves(lambda leaf: _SAVED if isinstance(leaf, Tensor) else leaf, known)
-        ctx.num_args = len(args)
         return output
 
     @staticmethod
@@ -226,16 +224,10 @@ class _Float32Backward(torch.autograd.Function):
             )
         else:  # a number in all entries: no memory
             like = grad.new_empty((), dtype=torch.float32).expand(ctx.shape)
-        return _BACKWARD[op](grad.float(), like, *_saved(ctx)).to(ctx.dtype), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
-        args = _saved(ctx)
-        if len(args) == ctx.num_args:
-            return _call_op(ctx.op, tangent, args)  # linear
-        indices, start = args[-1], -2 if "2d" in ctx.op else -3
-        largest = tangent.flatten(start).gather(-1, indices.flatten(start))
-        return largest.view_as(indices), None
+        saved = iter(ctx.saved_tensors)
+        # The arguments of the op after the first, then its results after the first.
+        known = map_leaves(lambda leaf: next(saved) if leaf is _SAVED else leaf, ctx.known)
+        return _BACKWARD[op](grad.float(), like, *known).to(ctx.dtype), None, None
 
 
 _SAVED = object()
@@ -246,13 +238,6 @@ def _call_op(name: str, x: Tensor, args: list[Any]) -> Any:
     positional = [v for a, v in zip(arguments, args, strict=False) if not a.kwarg_only]
     keywords = {a.name: v for a, v in zip(arguments, args, strict=False) if a.kwarg_only}
     return callable_of(overload(name))(x, *positional, **keywords)
-
-
-def _saved(ctx: Any) -> list[Any]:
-    """Return the arguments of the op after the first, then its results after the first."""
-    saved = iter(ctx.saved_tensors)
-    args: list[Any] = map_leaves(lambda leaf: next(saved) if leaf is _SAVED else leaf, ctx.known)
-    return args
 
 
 # --- products with results in float32 -------------------------------------------------------------
@@ -306,9 +291,10 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def is_plain(args: Sequence[Any]) -> bool:
     """Return whether a function of Python may stand for an op.
 
-    The backward pass of DTensors belongs to their placements; the JIT cannot save such a function.
+    The backward pass of DTensors belongs to their placements; the JIT cannot save such a function,
+    and forward mode cannot differentiate it.
     """
-    is_followed = modes.has_transforms() or modes.is_jit_tracing()
+    is_followed = modes.has_transforms() or modes.is_jit_tracing() or modes.is_in_forward_mode()
     others = (tensor.is_nested or distributed.is_dtensor(tensor) for tensor in tensors_in(args))
     return not (is_followed or any(others))
 
@@ -330,7 +316,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Any:
         ctx.save_for_backward(a, b)
-        ctx.save_for_forward(a, b)
         return _wide_product(a, b)
 
     @staticmethod
@@ -339,11 +324,6 @@ class _Product(torch.autograd.Function):
         low = grad.to(a.dtype)
         to_a = _low_product(low, b.mT) if for_a else None
         return to_a, _low_product(a.mT, low) if for_b else None
-
-    @staticmethod
-    def jvp(ctx: Any, to_a: Tensor, to_b: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return _wide_product(to_a, b) + _wide_product(a, to_b)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Any:

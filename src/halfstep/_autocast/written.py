@@ -80,16 +80,6 @@ def split_preset(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
     return preset, rules[len(rules_of(preset)) :]
 
 
-_all_but_op = attrgetter(*("action", "device", "dtype", "message", "module", "is_for_whole_module"))
-
-
-def _runs(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
-    """Yield runs of rules that differ only in their ops; a rule for a whole module stands alone."""
-    for _, alike in groupby(rules, _all_but_op):
-        run = list(alike)
-        yield from [[rule] for rule in run] if run[0].is_for_whole_module else [run]
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 _PART = re.compile(r'(?:[^;\n"]|"(?:[^"\\]|\\.)*")+')
@@ -146,8 +136,14 @@ def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
 def to_text(rules: tuple[Rule, ...], separator: str = "; ") -> str:
     """Return the text from which :func:`parse` gets these rules."""
     preset, rest = split_preset(rules)
-    runs = (",".join(rule.op for rule in run) + run[0].limits_and_action for run in _runs(rest))
-    return separator.join([preset, *runs])
+    parts = [preset]
+    for (is_whole, ending), alike in groupby(rest, _all_but_op):
+        ops = [rule.op for rule in alike]
+        parts += [ending for _ in ops] if is_whole else [",".join(ops) + ending]
+    return separator.join(parts)
+
+
+_all_but_op = attrgetter("is_for_whole_module", "limits_and_action")
 
 
 def _parts(text: str) -> list[str]:

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Closure
 from halfstep._pytorch.amp import copy_to_each_, increment_version
 from halfstep._pytorch.distributed import Swap, in_place_of, is_dtensor, local_part
@@ -287,15 +287,9 @@ class Exchange:
     for steps that keep no reference to it, and write to gradients only to unscale them.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        store: Store,
-        params: list[Tensor],
-        scratch: Scratch | None = None,
-    ) -> None:
-        self._optimizer, self._store, self._params = optimizer, store, params
-        self._scratch = scratch
+    def __init__(self, optimizer: Optimizer, store: Store, scratch: Scratch | None = None) -> None:
+        self._optimizer, self._store, self._scratch = optimizer, store, scratch
+        self._params = parameters(optimizer)
         self._memory: Memory = new_memory if scratch is None else scratch.take
         self._exchanged: list[_Exchanged] = []
         self._open: list[_Batch] = []
@@ -543,7 +537,9 @@ def chunks_of(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
     params = [(n, p) for n, group in enumerate(groups) for p in group if p.grad is not None]
     on_cpu = all(param.device.type == "cpu" for _, param in params)
     limit = CACHED if on_cpu else max(CACHED, SHARE * sum(param.numel() for _, param in params))
-    for _, alike in groupby(sorted(params, key=_kind), key=_kind):
+    sharded = [each for each in params if is_dtensor(each[1])]
+    plain = [each for each in params if not is_dtensor(each[1])]
+    for alike in filter(None, (plain, sharded)):
         chunk: list[list[Tensor]] = [[] for _ in groups]
         size = 0
         for index, param in alike:
@@ -553,7 +549,3 @@ def chunks_of(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
             chunk[index].append(param)
             size += param.numel()
         yield chunk
-
-
-def _kind(member: tuple[int, Tensor]) -> bool:
-    return is_dtensor(member[1])

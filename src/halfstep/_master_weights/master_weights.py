@@ -305,7 +305,7 @@ class MasterWeights:
         scratch = Scratch()
 
         def step_chunk() -> None:
-            Exchange(optimizer, self.store, parameters(optimizer), scratch).around(step)
+            Exchange(optimizer, self.store, scratch).around(step)
 
         step_in_chunks(optimizer, step_chunk)
         return loss
@@ -313,7 +313,7 @@ class MasterWeights:
     def _step_at_once(
         self, step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
     ) -> Any:
-        exchange = Exchange(optimizer, self.store, parameters(optimizer))
+        exchange = Exchange(optimizer, self.store)
         closure, others, kwargs = split_closure(args, kwargs)
         if closure is not None:
             args, kwargs = with_closure(exchange.outside(closure), others, kwargs)

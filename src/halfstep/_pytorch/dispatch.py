@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ Kernel = Callable[..., Any]
 # (with exclude_keys(keyset): ...) runs a block as if the keys did not exist.
 exclude_keys = torch._C._ExcludeDispatchKeyGuard
 
+# (key): the keys that the dispatcher visits after one.
+keys_below: Callable[[Key], Keys] = torch._C._dispatch_keyset_full_after
+
+# (op): its schema: its name, its arguments, and which of them it writes to.
+schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
+
+# (op): the boxed function behind ``op.redispatch``.
+redispatch_of: Callable[[torch._ops.OpOverload], Kernel] = attrgetter("_handle.redispatch_boxed")
+
+# (op): the function that calls it without its Python wrapper.
+callable_of: Callable[[torch._ops.OpOverload], Kernel] = attrgetter("_op")
+
 
 @cache
 def autocast_key(device_type: str) -> torch._C.DispatchKey:
@@ -33,11 +46,6 @@ def autocast_key(device_type: str) -> torch._C.DispatchKey:
 def autocast_keys(device_type: str) -> torch._C.DispatchKeySet:
     """Return the set that contains only :func:`autocast_key`."""
     return torch._C.DispatchKeySet(autocast_key(device_type))
-
-
-def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
-    """Return the keys that the dispatcher visits after ``key``."""
-    return torch._C._dispatch_keyset_full_after(key)
 
 
 def is_below_autograd(device_type: str) -> bool:
@@ -97,12 +105,6 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     return frozenset(name if "." in name else f"{name}.default" for name in of_aten)
 
 
-def schema_of(op: Any) -> torch.FunctionSchema:
-    """Return the schema of an op: its name, its arguments, and which of them it writes to."""
-    schema: torch.FunctionSchema = op._schema
-    return schema
-
-
 def arguments_of(name: str) -> list[torch.Argument]:
     """Return the arguments of an overload, given by name."""
     return schema_of(overload(name)).arguments
@@ -158,15 +160,11 @@ def has_kernel_on(op: torch._ops.OpOverload, device_type: str) -> bool:
     return has_kernel(op, torch._C.DispatchKey.__members__[key])
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
-    """Return whether ``op`` is a composite, whose components autograd and vmap see instead."""
-    return has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
 @cache
 def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Return whether ``op`` runs on a device as other ops, without a kernel for that device."""
-    return is_composite(op) and not has_kernel_on(op, device_type)
+    is_composite = has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite and not has_kernel_on(op, device_type)
 
 
 @cache
@@ -205,18 +203,6 @@ def decompose(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ``op.decompose`` prefers the decompositions in ``torch._decomp``, which round differently.
     """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-
-def redispatch_of(op: torch._ops.OpOverload) -> Kernel:
-    """Return the boxed function behind ``op.redispatch``."""
-    call: Kernel = op._handle.redispatch_boxed
-    return call
-
-
-def callable_of(op: torch._ops.OpOverload) -> Kernel:
-    """Return the function that calls ``op`` without its Python wrapper."""
-    call: Kernel = op._op
-    return call
 
 
 # --- Python kernels in place of PyTorch's own -----------------------------------------------------

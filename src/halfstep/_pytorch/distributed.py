@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,12 +33,10 @@ def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.devi
 
 def is_dtensor(value: object) -> bool:
     """Return whether ``value`` is a DTensor, without importing DTensor."""
-    return type(value) is not torch.Tensor and is_dtensor_class(type(value))
-
-
-def is_dtensor_class(kind: type) -> bool:
+    if type(value) is torch.Tensor:
+        return False
     module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
-    return issubclass(kind, getattr(module, "DTensor", ()))
+    return issubclass(type(value), getattr(module, "DTensor", ()))
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -185,12 +184,6 @@ def keep_buckets(module: torch.nn.parallel.DistributedDataParallel) -> None:
     module.reducer = _BucketsAsTheyAre(module.reducer)  # type: ignore[assignment]
 
 
-def wrapped_by(module: torch.nn.parallel.DistributedDataParallel) -> torch.nn.Module | None:
-    """Return the module in a DistributedDataParallel; None if its constructor raised."""
-    wrapped: torch.nn.Module | None = vars(module).get("_modules", {}).get("module")
-    return wrapped
-
-
 def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Return whether a user's function reduces the gradients."""
     return bool(module._comm_hooks)
@@ -238,10 +231,8 @@ def lacks_forward(module: torch.nn.parallel.DistributedDataParallel) -> bool:
     return module.require_backward_grad_sync and type(module.require_forward_param_sync) is int
 
 
-def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
-    """Return the names of parameters whose gradients DistributedDataParallel ignores."""
-    names: set[str] = module.parameters_to_ignore
-    return names
+# (module): the names of parameters whose gradients a DistributedDataParallel ignores.
+names_left_out: Callable[[Any], set[str]] = attrgetter("parameters_to_ignore")
 
 
 def reduced_by(
@@ -252,7 +243,7 @@ def reduced_by(
     # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
-            module = wrapped_by(candidate)
+            module = vars(candidate).get("_modules", {}).get("module")
             if module is None:
                 continue  # its constructor raised
             left_out = names_left_out(candidate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,31 +86,20 @@ def _scaler_step(
     return original(scaler, *args, **kwargs)
 
 
-_backwards = _Heard(torch.autograd, "backward", _before(lambda tensors, *_, **__: tensors))
-_norms = _Heard(clip_grad, "_get_total_norm", _norm)
-_clippings = _Heard(
+# (with listening_to_...(listener): ...) calls the listener in a block:
+
+# with the roots of each backward pass, before it begins
+listening_to_backward = _Heard(
+    torch.autograd, "backward", _before(lambda tensors, *_, **__: tensors)
+).by
+
+# with the gradients and the L2 norm that any clip_grad_norm_ measures
+listening_to_norms = _Heard(clip_grad, "_get_total_norm", _norm).by
+
+# with the norm to which clip_grad_norm_ clips, before it does
+listening_to_clipping = _Heard(
     clip_grad, "_clip_grads_with_norm_", _before(lambda _, max_norm, *__, **___: float(max_norm))
-)
-_scaler_steps = _Heard(torch.amp.GradScaler, "step", _scaler_step)
+).by
 
-
-def listening_to_backward(listener: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Call ``listener`` with the roots of each backward pass before it begins."""
-    return _backwards.by(listener)
-
-
-def listening_to_norms(
-    listener: Callable[[list[torch.Tensor], torch.Tensor], None],
-) -> AbstractContextManager[None]:
-    """Call ``listener`` with the gradients and the L2 norm that any clip_grad_norm_ measures."""
-    return _norms.by(listener)
-
-
-def listening_to_clipping(listener: Callable[[float], None]) -> AbstractContextManager[None]:
-    """Call ``listener`` with the norm to which clip_grad_norm_ clips, before it does."""
-    return _clippings.by(listener)
-
-
-def listening_to_torch_scaler(listener: Callable[[], None]) -> AbstractContextManager[None]:
-    """Hear of steps that an enabled ``torch.amp.GradScaler`` makes or skips."""
-    return _scaler_steps.by(listener)
+# without arguments, at steps that an enabled torch.amp.GradScaler makes or skips
+listening_to_torch_scaler = _Heard(torch.amp.GradScaler, "step", _scaler_step).by

@@ -32,6 +32,9 @@ is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 # (): whether torch.jit.trace, or an export based on it, is tracing in this thread.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
+# (): whether a transform of ``torch.func`` is active in this thread.
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 # (): the number of dispatch modes that see the ops of this thread.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
@@ -180,6 +183,11 @@ def outside_of_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
+def is_in_forward_mode() -> bool:
+    """Return whether derivatives are computed in forward mode, along with the values."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def is_tracing() -> bool:
     """Return whether ops are not simply executed once each.
 
@@ -189,7 +197,7 @@ def is_tracing() -> bool:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
         return True
-    if torch.autograd.forward_ad._current_level >= 0:
+    if is_in_forward_mode():
         return True
     if not num_dispatch_modes():
         return False
@@ -249,9 +257,3 @@ CALLED_AS_A_WHOLE: tuple[tuple[Any, str], ...] = (
 
 RETURNING_GRADIENTS = {"grad_impl", "grad_and_value_impl"}
 """The names of those that return gradients."""
-
-
-def has_transforms() -> bool:
-    """Return whether a transform of ``torch.func`` is active in this thread."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active

@@ -44,11 +44,6 @@ def is_parametrization(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.utils.parametrize.ParametrizationList)
 
 
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the dict of a module's own buffers."""
-    return module._buffers
-
-
 # The code object in which a module is called; its locals `args` and `kwargs` are the inputs.
 CALL_CODE = torch.nn.Module._call_impl.__code__
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +16,9 @@ from halfstep._pytorch.modes import is_fake, no_torch_function
 
 # (sparse tensor): the tensor of its values, below autograd, whether or not coalesced.
 values_of_sparse: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+
+# (storage): a number that identifies a memory while it lives; it may be reused afterwards.
+number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def is_used_once(tensor: torch.Tensor) -> bool:
@@ -37,11 +41,6 @@ _ONE_USER = _users(torch.empty(1))  # reference counts differ between Python ver
 def has_data(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has values that can be read."""
     return not (tensor.is_meta or is_fake(tensor) or tensor._is_zerotensor())
-
-
-def number_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a memory while it lives; it may be reused afterwards."""
-    return int(storage._cdata)
 
 
 def number_of_memory(tensor: torch.Tensor) -> int | None:

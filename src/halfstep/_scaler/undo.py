@@ -27,7 +27,7 @@ from halfstep._gradients.optimizers import (
     with_closure,
 )
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.modules import buffers_of
+from halfstep._pytorch.modules import registers_of
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import STAGES, Step
 from halfstep._scaler.outcome import has_its_gradients
@@ -177,7 +177,7 @@ def attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> It
     params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
     randomness = RandomStates({p.device for p in params})
     # As dicts: a module may replace a buffer by another tensor or None.
-    held = [buffers_of(part) for module in modules for part in module.modules()]
+    held = [registers_of(part)[1] for module in modules for part in module.modules()]
     tensors = [buffer for each in held for buffer in each.values() if buffer is not None]
     buffers = Backup(tensors, [(each, dict(each)) for each in held])
     for attempt in itertools.count():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -252,8 +251,5 @@ class _AfterSteps:
             self.__wrapped__(scheduler, metric)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_step_of, (self._module,)
-
-
-def _own_step_of(module: LightningModule) -> Callable[[Any, Any], None]:
-    return MethodType(type(module).lr_scheduler_step, module)
+        # A copy of the module does not have its attributes yet: this is the method of its class.
+        return getattr, (self._module, "lr_scheduler_step")
