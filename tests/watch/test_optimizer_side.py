@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep._tools.line import Line
+from halfstep._tools.watch.call_log import CallLog
+from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.watch import Watch
 
@@ -272,7 +274,10 @@ def test_a_loss_that_falls_without_end_is_growth_beside_another_that_does_not() 
 
 def test_the_usual_loss_is_that_of_its_line() -> None:
     """A GAN has two, whose median is that of neither."""
-    growth, lines = Growth(), [Line("gan.py", number, "", "") for number in (7, 9)]
+    growth, lines = (
+        Growth(Carried(CallLog())),
+        [Line("gan.py", number, "", "") for number in (7, 9)],
+    )
     for step, (loss, line) in enumerate(zip([100.0, 1.0] * 9, lines * 9, strict=True)):
         growth.note_loss(loss, step, line)
     usual = [growth.usual(18, line).loss for line in (*lines, None)]

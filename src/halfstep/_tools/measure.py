@@ -59,6 +59,8 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
     return low, high
 
 
+_MASKED = -1e3
+"""The largest number that takes the place of -inf in an additive mask."""
 MINUS_INF, INF, NAN = range(3)
 """Severities of non-finite values: NaN and inf propagate; -inf alone may come from a mask."""
 
@@ -79,15 +81,16 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor is an additive mask, with -inf and one other number."""
-    values = float_values(tensor)
-    if values is None:
+    """Return whether a tensor is an additive mask: -inf, or as far below 0, and one other number.
+
+    A single -inf is one too. Sync: two.
+    """
+    values, found = float_values(tensor), extremes(tensor)
+    if values is None or found is None or found[0] > _MASKED:
         return False
-    is_inf = values == -math.inf
-    rest = values[~is_inf]
-    if not rest.numel():
-        return values.ndim == 0
-    return bool(is_inf.any()) and bool((rest == rest[0]).all()) and math.isfinite(rest[0].item())
+    low, high = found
+    is_single = values.ndim == 0 and low == -math.inf
+    return is_single or (low < high < math.inf and bool(((values == low) | (values == high)).all()))
 
 
 # --- statistics -----------------------------------------------------------------------------------

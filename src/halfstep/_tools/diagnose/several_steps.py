@@ -26,6 +26,9 @@ from halfstep._tools.replay.replay import StepRun, own_time
 
 Change = Callable[[], AbstractContextManager[object]]
 """A function that returns a context in which the user's code is changed."""
+Standardise = Callable[[], tuple[str, Change | None]]
+"""A function that returns the cure that standardises inputs, and the change, if they are large."""
+NOT_LARGE: Standardise = lambda: ("", None)  # noqa: E731
 Step = Callable[[], object]
 LEAST_STEPS, MOST_STEPS = 5, 20
 """The least number of steps that show whether a loss falls, and the largest number."""
@@ -56,8 +59,7 @@ class Usual:
     step: Step | None = None  # repeats the calls of the step before
     # Returns the diagnosis of a step in another way, as of weights that grew, or None.
     explain: Callable[..., Diagnosis | None] = lambda _, **__: None
-    # Returns the cure that standardises inputs, and the change that does so, if they are large.
-    standardise: Callable[[], tuple[str, Change | None]] = lambda: ("", None)
+    standardise: Standardise = NOT_LARGE
 
     def is_like(self, loss: float) -> bool:
         """Return whether a loss is like those of the run, as far as is known."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from textwrap import dedent, indent
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     origin_of,
     wanted_by,
 )
-from halfstep._tools.dtype_errors.rest import Edits, cast_to, casts_of, runs
+from halfstep._tools.dtype_errors.rest import Edits, cast_to, casts_of, error_of
 from halfstep._tools.line import LineEdit
 from halfstep._tools.source import Source
 from halfstep._tools.user_code import FUNCTIONS, is_same_view
@@ -95,6 +95,7 @@ class DtypeError:
         return "\n".join([*lines, *self.notes, *map(str, self.cures)])
 
 
+_Operand = Named | GivenTensor
 _NOTE = "halfstep: the tensors that the error is about"
 
 
@@ -163,12 +164,12 @@ def _explained(error: BaseException) -> DtypeError | None:
         # A write to the cast of an argument is lost if the result is not used.
         used = (c for c in callers if not any(isinstance(n, ast.Expr) for n in c.around()[1:2]))
         at = ((c, rest.evaluated(c).tensors(with_integers=integers)) for c in used)
-        levels = ((c, c, [*named]) for c, named in at)
+        levels = ((_Failing(c, c, function, hidden), [*named]) for c, named in at)
         tried = list[Edits]()
         if made or user.has_no_effects or found is failing:
-            tried += _cures(failing_call, made or own, operands, wanted, function, hidden)
-        for level in () if tried else (each for each in levels if each[2]):
-            tried += [] if tried else _cures(*level, wanted, function, hidden)
+            tried += _cures(_Failing(failing_call, made or own, function, hidden), operands, wanted)
+        for level in () if tried else (each for each in levels if each[1]):
+            tried += [] if tried else _cures(*level, wanted)
         tried.sort(key=lambda edits: not isinstance(next(iter(edits)), FUNCTIONS))
     cures = rest.ordered(tried, calls, user, made or own)
     files = [call.place.code.co_filename for call in users if not call.is_of_package]
@@ -298,58 +299,79 @@ def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
 # --- cures ----------------------------------------------------------------------------------------
 
 
+class _Failing(NamedTuple):
+    """A failing call of a line of the user, and casts in both with which it fails otherwise."""
+
+    call: Call
+    line: Call
+    function: _Function | None
+    hidden: torch.dtype | None  # dtype of a tensor that is no operand, if there is one
+    in_call: Edits = {}  # noqa: RUF012  (never written to)
+    in_line: Edits = {}  # noqa: RUF012
+
+    def with_casts(self, wrong: Sequence[_Operand], text: str) -> _Failing:
+        """Return the call with casts of operands, too."""
+        edits = tried = casts_of([each.name for each in wrong], self.line, text)
+        if self.call is not self.line:
+            dtypes = {each.tensor.dtype for each in wrong}
+            given = self.call.tensors(with_integers=True)
+            names = (each.name for each in given if each.tensor.dtype in dtypes)
+            tried = casts_of(names, self.call, text)
+        in_call, in_line = {**self.in_call, **tried}, {**self.in_line, **edits}
+        return self._replace(in_call=in_call, in_line=in_line)
+
+    def error(self, context: str = "") -> Exception | None:
+        return error_of(self.call, self.in_call, context)
+
+
 def _cures_of_one(
-    call: Call, line: Call, operands: Sequence[Named | GivenTensor], wanted: torch.dtype | None
+    failing: _Failing, operands: Sequence[_Operand], wanted: torch.dtype
 ) -> Iterator[Edits]:
     """Yield a cast of one operand, labels without their column, or another order of arguments.
 
     With each, a call runs. Values are cast to integers and masks only if these hold them exactly.
+    A cast with which it fails in another way is kept, and the others are cast, too.
     """
+    call, line = failing.call, failing.line
     floats = [o.tensor.dtype for o in operands if o.tensor.is_floating_point()]
     dtype = floats[0] if wanted is torch.float32 and floats else wanted
-    texts = [] if dtype is None else [cast_to(dtype)]
+    texts = [cast_to(dtype)]
     texts += ["{}.squeeze(1)", "{}.squeeze(1).long()"] if wanted is torch.int64 else []
+    before, further = str(failing.error()), list[Iterator[Edits]]()
     for text, operand in product(texts, reversed(operands)):
         tensor = operand.tensor
         is_rounded = wanted in (torch.int64, torch.bool) and tensor.is_floating_point()
         is_exact = not is_rounded or torch.equal(tensor, tensor.to(wanted).to(tensor.dtype))
-        is_other = is_exact and ("squeeze" in text or tensor.dtype is not dtype)
-        if is_other and (edits := _tried(call, line, [operand], text)):
-            yield edits
+        if not is_exact or ("squeeze" not in text and tensor.dtype is dtype):
+            continue
+        cast = failing.with_casts([operand], text)
+        error = cast.error()
+        if error is None and cast.in_line:
+            yield cast.in_line
             return
+        if error is not None and is_about_dtypes(error) and str(error) != before:
+            rest = [each for each in operands if each is not operand]
+            further.append(_cures(cast, rest, wanted_by(error)))
     variables = [each.name for each in operands if call is line and each.name.isidentifier()]
-    for one, other in combinations(variables if wanted else (), 2):
+    for one, other in combinations(variables, 2):
         swapped = {**casts_of([one], line, other), **casts_of([other], line, one)}
-        if len({*swapped.values()}) == 2 and runs(call, swapped):
+        if len({*swapped.values()}) == 2 and error_of(call, swapped) is None:
             yield swapped
-
-
-def _tried(call: Call, line: Call, wrong: Sequence[Named | GivenTensor], text: str) -> Edits | None:
-    """Return edits of a line for operands, with which the call runs; None if it does not."""
-    edits = tried = casts_of([each.name for each in wrong], line, text)
-    if call is not line:
-        dtypes = {each.tensor.dtype for each in wrong}
-        given = (t.name for t in call.tensors(with_integers=True) if t.tensor.dtype in dtypes)
-        tried = casts_of(given, call, text)
-    return edits if runs(call, tried) else None
+            return
+    yield from next(filter(None, map(list, further)), [])
 
 
 def _cures(
-    call: Call,
-    line: Call,
-    operands: Sequence[Named | GivenTensor],
-    of_one: torch.dtype | None,
-    function: _Function | None,
-    hidden: torch.dtype | None,
+    failing: _Failing, operands: Sequence[_Operand], of_one: torch.dtype | None
 ) -> Iterator[Edits]:
     """Yield the changes of a line of the user with which a failing call runs.
 
-    ``of_one`` is the dtype that the error wants of one operand, ``hidden`` that of a tensor that is
-    no operand, if there is one.
+    ``of_one`` is the dtype that the error wants of one operand.
     """
-    if found := [*_cures_of_one(call, line, operands, of_one)]:
+    if of_one and (found := [*_cures_of_one(failing, operands, of_one)]):
         yield from found
         return
+    call, line, function, hidden, _, kept = failing
     tensors = [operand.tensor for operand in operands]
     dtypes = [tensor.dtype for tensor in tensors]
     name, written = call.name_and_written
@@ -372,11 +394,12 @@ def _cures(
         has_names = all(casts_of([each.name], line, text) for each in wrong)
         if wanted in others and (is_offered or not has_names):
             continue
-        if (edits := _tried(call, line, wrong, text)) is None:
+        cast = failing.with_casts(wrong, text)
+        if cast.error() is not None:
             continue
-        if edits:
+        if cast.in_line:
             is_offered = True
-            yield edits
+            yield cast.in_line
         if function is not None and not function.is_backward and is_on:
             yield function.with_decorators(device, wanted)
     lower = next((d for d in dtypes if d in (torch.float16, torch.bfloat16)), None)
@@ -385,8 +408,8 @@ def _cures(
         arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
         for whose in ("halfstep",) if rules else ("torch", "halfstep"):
             text = f"{whose}.autocast({arguments})"
-            if runs(call, {}, text):
-                yield {line.statement: f"with {text}:\n    {{}}"}
+            if failing.error(text) is None:
+                yield {**kept, line.statement: f"with {text}:\n    {{}}"}
                 if function is not None and function.is_backward:
                     yield function.with_decorators(device)
                 break

@@ -68,6 +68,7 @@ WANTED = {
     torch.bool: re.compile(r"boolean (masks|tensor)|BoolTensor|bitwise_\w+\" not|and Boolean-type"),
     torch.float32: re.compile(
         r"bool tensors? is not|two bool tensors|not implemented for '(Long|Int|Short|Byte|Bool)'"
+        r"|Found dtype (Long|Int|Short|Byte|Bool)"
         r"|[Ff]loating[- ]point|Integral inputs|output type (Long|Int|Short|Byte)"
     ),
 }

@@ -60,7 +60,7 @@ class _Fails(Exception):  # noqa: N818
     """An error about dtypes of a call, or of the backward pass of what it returned."""
 
     def __init__(self, call: Call, error: Exception) -> None:
-        self.call, self.wanted = call, wanted_by(error)
+        self.call, self.error, self.wanted = call, error, wanted_by(error)
         self.named = [*call.tensors(with_integers=is_about_integers(error))]
         self.statement: Any = None
 
@@ -415,21 +415,23 @@ def evaluated(call: Call) -> Call:
     return _Frame(call.place, {**call.local}, call.node, _Run({}))
 
 
-def runs(call: Call, edits: Edits, context: str = "") -> bool:
-    """Return whether a call runs with edits or in a context, or its backward pass."""
+def error_of(call: Call, edits: Edits, context: str = "") -> Exception | None:
+    """Return the error of a call with edits or in a context, or of its backward pass, or None."""
     frame = _Frame(call.place, {**call.local}, call.node, _Run(edits))
-    with suppress(Exception), value_with(context or "torch.no_grad()", None):
-        if isinstance(call, _Frame):
-            with torch.enable_grad():
-                _backward(frame.value(call.node))
-        elif isinstance(call.node, ast.stmt):
-            text = edits.get(call.node)
-            for each in [call.node] if text is None else _statements_with(text, call.node):
-                frame._done(each)
-        else:
-            frame.value(call.node)
-        return True
-    return False
+    try:
+        with value_with(context or "torch.no_grad()", None):
+            if isinstance(call, _Frame):
+                with torch.enable_grad():
+                    _backward(frame.value(call.node))
+            elif isinstance(call.node, ast.stmt):
+                text = edits.get(call.node)
+                for each in [call.node] if text is None else _statements_with(text, call.node):
+                    frame._done(each)
+            else:
+                frame.value(call.node)
+    except Exception as error:
+        return error.error if isinstance(error, _Fails) else error
+    return None
 
 
 def _occurrences(name: str, within: ast.AST) -> Iterator[ast.expr]:

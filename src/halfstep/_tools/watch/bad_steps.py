@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from halfstep._pytorch import amp, modes
+from halfstep._pytorch import amp, distributed, modes
 from halfstep._scaler import Outcome, Reason
 from halfstep._tools.measure import NAN, badness, is_finite
 from halfstep._tools.watch.skips import ScaleSearch, Search, are_a_start, are_rare
@@ -63,6 +63,15 @@ def values_of(losses: Iterable[Tensor]) -> list[float]:
             else (0.0 if are_finite([each]) else math.nan)
             for each in losses
         ]
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """Return the largest finite magnitude on this rank; 0 if it is unknown. Sync: one."""
+    with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
+        parts = [p for t in tensors if (p := distributed.local_part(t.detach())).numel()]
+        sizes = [part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts]
+        return float(torch.stack(sizes).amax()) if sizes else 0.0
+    return 0.0
 
 
 def have_finite_values(tensors: Iterable[Tensor]) -> bool:

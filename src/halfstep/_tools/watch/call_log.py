@@ -398,6 +398,15 @@ class CallLog:
             number, place = entry.made.call.number, entry.made.call.at
         return None if is_new and number < self._before else place
 
+    def recent(self) -> Iterator[tuple[Tensor, Place]]:
+        """Yield what the loop made or wrote to in this step or the last, and where, in order."""
+        made = ((each.made.call, each()) for each in self._entries.values())
+        found = [(call.number, tensor, call.at) for call, tensor in made]
+        found += [(number, tensor, at) for tensor, (number, at) in self._written_at.items()]
+        for number, tensor, at in sorted(found, key=lambda each: each[0]):
+            if tensor is not None and at is not None and number >= self._before:
+                yield tensor, at
+
     def is_old(self, call: KeptCall) -> bool:
         return call.number < self._first
 

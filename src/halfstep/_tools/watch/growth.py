@@ -8,23 +8,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, starmap
 from statistics import median
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep._common.numbers import number
 from halfstep._gradients.gradients import parameters
-from halfstep._pytorch import distributed, modes
+from halfstep._pytorch import modes
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
-from halfstep._tools.diagnose.several_steps import Usual
+from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
-from halfstep._tools.watch.inputs import of_inputs, standardised
+from halfstep._tools.watch.bad_steps import largest
+from halfstep._tools.watch.carried import Carried
+from halfstep._tools.watch.inputs import standardise
 from halfstep._tools.watch.optimizers import (
     first_rate,
     of_high_rate,
@@ -75,7 +76,8 @@ def _growth(before: _Measured, now: _Measured) -> float:
 class Growth:
     """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ..."""
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Carried) -> None:
+        self._carried = carried
         self.was_explained = False  # whether a step was explained by it
         self._explained = math.inf  # the largest weight or loss of that step
         # Optimizers that took still-scaled gradients, with their largest weight before that.
@@ -97,7 +99,7 @@ class Growth:
         Sync: one for each optimizer without such a pass yet, in the step after a measured one.
         """
         for optimizer in [*self._stepped]:
-            if not adds or not _largest(_gradients(optimizer)) > 0:
+            if not adds or not largest(_gradients(optimizer)) > 0:
                 self._cleared.add(optimizer)
                 del self._stepped[optimizer]
 
@@ -122,12 +124,9 @@ class Growth:
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
         loss = median(last) if len(last) >= 3 else None
         size = median(map(abs, last)) if last else None
-        return Usual(
-            loss,
-            size,
-            explain=partial(self.explain, step=step, calls=calls),
-            standardise=lambda: (of_inputs(calls), standardised(calls, before)),
-        )
+        inputs = cache(partial(standardise, calls, before))
+        explain = partial(self.explain, step=step, calls=calls, inputs=inputs)
+        return Usual(loss, size, explain=explain, standardise=inputs)
 
     def before_step(
         self,
@@ -151,10 +150,11 @@ class Growth:
             return None
         if optimizer not in self._cleared:
             self._stepped[optimizer] = [*map(id, _gradients(optimizer))]
-        now = _Measured(step, _largest(parameters(optimizer)), rate_of(optimizer))
+        now = _Measured(step, largest(parameters(optimizer)), rate_of(optimizer))
         self._measured[optimizer] = [*known, now]
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
-            found = with_bad_state(optimizer, model, written, is_loaded=is_loaded)
+            checked = [each.step for each in (*known, now)]
+            found = with_bad_state(optimizer, model, written, is_loaded=is_loaded, checked=checked)
             return found and (self.explain(found, step) or found)
         return None
 
@@ -164,6 +164,7 @@ class Growth:
         step: int,
         calls: Sequence[KeptCall] = (),
         only: Tensor | None = None,
+        inputs: Standardise = NOT_LARGE,
     ) -> Diagnosis | None:
         """Return the diagnosis of a step whose weights have exploded or whose loss grew, or None.
 
@@ -174,11 +175,16 @@ class Growth:
         needed = _THROWN if only is not None else EXPLODED / (1 if by_losses is None else 10)
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
-        explained = self._by_weights(found, step, calls, needed, is_by_rate, only) or by_losses
+        hints = partial(self._hints, calls, inputs)
+        explained = (
+            self._by_weights(found, step, hints, needed, is_by_rate, only)
+            or self.of_carried(found, step, calls)
+            or by_losses
+        )
         if explained and by_losses and explained is not by_losses:
             both = f"{by_losses.happened}; {explained.happened.partition(': ')[2]}"
             explained = replace(explained, happened=both)
-        sizes = [_largest(parameters(optimizer)) for optimizer in self._measured]
+        sizes = [largest(parameters(optimizer)) for optimizer in self._measured]
         size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
         if explained is not None:
             self._explained = min(self._explained, size)
@@ -190,33 +196,33 @@ class Growth:
         """Note that the gradients of an optimizer's next step are still scaled. Sync: the first."""
         self.was_explained = True
         if optimizer not in self._misled:
-            self._misled[optimizer] = _largest(parameters(optimizer))
+            self._misled[optimizer] = largest(parameters(optimizer))
 
     def has_thrown(self) -> bool:
         """Return whether still-scaled gradients made weights large, which explains what follows."""
         return any(
-            _largest(parameters(optimizer)) > _THROWN * max(before, 1.0)
+            largest(parameters(optimizer)) > _THROWN * max(before, 1.0)
             for optimizer, before in self._misled.items()
         )
 
-    def hints(self, calls: Sequence[KeptCall], *, is_overflow: bool = True) -> list[str]:
+    def _hints(self, calls: Sequence[KeptCall], inputs: Standardise) -> list[str]:
         """Return what may have made a value too large, besides the op that overflowed. Sync."""
-        return [*filter(None, [self._of_collapse(calls), of_inputs(calls) if is_overflow else ""])]
+        return [*filter(None, [self.of_collapse(calls), inputs()[0]])]
 
     def _by_weights(
         self,
         found: Diagnosis,
         step: int,
-        calls: Sequence[KeptCall],
+        hints_of: Callable[[], list[str]],
         needed: float,
         is_by_rate: bool,
         only: Tensor | None,
     ) -> Diagnosis | None:
         """Return the growth of weights, only by a rate that was raised if ``is_by_rate``."""
         for optimizer, measured in self._measured.items():
-            amax, name = _largest(parameters(optimizer)), type(optimizer).__name__
+            amax, name = largest(parameters(optimizer)), type(optimizer).__name__
             least = (
-                amax if only is None else _largest([w for w in parameters(optimizer) if w is only])
+                amax if only is None else largest([w for w in parameters(optimizer) if w is only])
             )
             for back, before in enumerate(reversed(measured), start=1):
                 base = max(before.amax, 1.0)
@@ -252,14 +258,24 @@ class Growth:
                 to = [each for each in measured if each.step <= before.step]
                 growths = [*starmap(_growth, pairwise([*to, _Measured(step, amax, rate)]))]
                 growths = growths if only is None else [1.0]  # no parabola has such a loss
-                hints = self.hints(calls)
+                hints = hints_of()
                 if not any(OF_CRITIC in hint for hint in hints):
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
                 text = "\nor ".join(hints)
             return replace(found, happened=event, cure=Cure("code", text))
         return None
 
-    def _of_collapse(self, calls: Sequence[KeptCall]) -> str:
+    def of_carried(
+        self, found: Diagnosis, step: int, calls: Sequence[KeptCall]
+    ) -> Diagnosis | None:
+        """Return the diagnosis of a tensor of the script that has grown, also to inf, or None."""
+        grown = self._carried.grown(calls, step, are_bad=found.verdict == "data")
+        if grown is None:
+            return None
+        happened, cure = f"the run diverges: {grown[0]}", Cure("code", grown[1])
+        return replace(found, verdict="growth", happened=happened, cure=cure)
+
+    def of_collapse(self, calls: Sequence[KeptCall]) -> str:
         """Return the cure of a loss that fell steadily to below -1, else empty."""
         last = [loss for _, loss, _ in self._losses]
         lowest = min(range(len(last)), key=last.__getitem__, default=0)
@@ -323,12 +339,3 @@ def _quarters(values: list[float]) -> list[float]:
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [weight.grad for weight in parameters(optimizer) if weight.grad is not None]
-
-
-def _largest(weights: list[Tensor]) -> float:
-    """Return the largest finite magnitude on this rank; 0 if it is unknown."""
-    with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
-        parts = [p for w in weights if (p := distributed.local_part(w.detach())).numel()]
-        sizes = [part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts]
-        return float(torch.stack(sizes).amax()) if sizes else 0.0
-    return 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +13,9 @@ from torch import Tensor, nn
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
-from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import Change
-from halfstep._tools.line import line_text
-from halfstep._tools.measure import is_finite
+from halfstep._tools.measure import is_finite, is_mask
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
@@ -27,11 +24,11 @@ from halfstep._tools.replay.kept_calls import (
     is_model,
     needed_for,
 )
-from halfstep._tools.user_code import Place, is_same_view, path_to
-from halfstep._tools.watch.schedules import lines_with
+from halfstep._tools.user_code import is_same_view, path_to
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
+HOW_TO_STANDARDISE = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
 _PARTS = ("__getitem__", "index_select", "to", "float", "half", "bfloat16")
@@ -46,27 +43,24 @@ class _Large(NamedTuple):
     source: Tensor
 
 
-def of_inputs(calls: Sequence[KeptCall]) -> str:
-    """Return the cure of inputs and targets with large values; empty if there are none. Sync."""
-    with modes.unseen_by_modes(), torch.no_grad():
-        found = {each.name: each.said for each in _large(calls)}
-    how = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
-    return (
-        f"standardise {listed([*found])}, as by {how}: {'; '.join(found.values())}" if found else ""
-    )
+def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[str, Change | None]:
+    """Return the cure of inputs and targets with large values, and a change that standardises them.
 
-
-def standardised(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> Change | None:
-    """Return a change that standardises inputs, or None.
-
-    They are those whose values are large in most rows, and were so in the calls of the step before.
+    The text is empty if there are none. The change is None unless they are large in most rows, and
+    were so in the calls of the step before. Sync.
     """
     with modes.unseen_by_modes(), torch.no_grad():
-        now, last = ([*filter(_is_large_in_most, _large(each))] for each in (calls, before))
+        large, last = [*_large(calls)], [*filter(_is_large_in_most, _large(before))]
+        now = [*filter(_is_large_in_most, large)]
         known = {each.name for each in (last if before else now)}
         found = [each.source for each in (*now, *last) if each.name in known]
         scaled = {id(each): (each, _scaled(each)) for each in found}
-    return partial(given_others, [*calls, *before], [*scaled.values()]) if now and scaled else None
+    said = {each.name: each.said for each in large}
+    names, sizes = listed([*said]), "; ".join(said.values())
+    text = f"standardise {names}, as by {HOW_TO_STANDARDISE}: {sizes}" if said else ""
+    is_changed = bool(now and scaled)
+    change = partial(given_others, [*calls, *before], [*scaled.values()])
+    return text, change if is_changed else None
 
 
 def _scaled(tensor: Tensor) -> Tensor:
@@ -78,7 +72,7 @@ def _scaled(tensor: Tensor) -> Tensor:
 def _is_large_in_most(large: _Large) -> bool:
     """Return whether the median of a column is large, so that no single row is an outlier."""
     tensor = large.source
-    if tensor.nbytes > LARGEST_COPY or len(torch.unique(tensor)) <= 2:  # a mask
+    if tensor.nbytes > LARGEST_COPY or is_mask(tensor):
         return False
     sizes = tensor.float().abs()
     columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
@@ -89,7 +83,7 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
     """Yield the tensors with large values."""
     for call, following in zip_longest(calls, calls[1:]):
         is_error = call.name in _DIFFERENCES and following and following.name in _SIZES
-        arguments, is_module = [*call.arguments()], isinstance(call.function, nn.Module)
+        arguments, is_module = [*_arguments(call)], isinstance(call.function, nn.Module)
         is_product = call.name in _PRODUCTS and any(each.requires_grad for each, _ in arguments)
         if is_error or is_module or is_product or call.name.endswith("loss"):
             for tensor, made_by in arguments:
@@ -105,16 +99,24 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
                     yield _Large(name, said, source)
 
 
+def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
+    """Yield the tensors that a call was given; of rows or a cast now gone, what they are of."""
+    yield from call.arguments()
+    for made in call.of:
+        if made.name in _PARTS and not made.still_there():
+            yield from islice(_arguments(made), 1)
+
+
 def _source(tensor: Tensor, made_by: KeptCall | None) -> Tensor:
     """Return the tensor that another one is rows or a cast of."""
-    source = [] if made_by is None or made_by.name not in _PARTS else [*made_by.arguments()]
+    source = [] if made_by is None or made_by.name not in _PARTS else [*_arguments(made_by)]
     return _source(*source[0]) if source else tensor
 
 
 def _name(tensor: Tensor, made_by: KeptCall | None) -> str:
     """Return the name of a tensor, or of the one that some of its rows are of, as ``x[rows]``."""
     name = name_in_code(tensor).partition(" in ")[0]
-    source = [] if made_by is None or made_by.name not in _PARTS else [*made_by.arguments()]
+    source = [] if made_by is None or made_by.name not in _PARTS else [*_arguments(made_by)]
     return _name(*source[0]) if source and name.endswith("without a name") else name
 
 
@@ -153,21 +155,3 @@ def bad_data(dataset: Any) -> list[tuple[Tensor, str]]:
 def size_text(value: float) -> str:
     """Format a size: ``1,234,567``, ``1e+30``."""
     return f"{value:,.0f}" if 100 <= value < 1e12 else f"{value:.2g}"
-
-
-def of_bad_write(place: Place, found: Diagnosis) -> str:
-    """Return the cure of a tensor to which a line wrote inf or NaN that it was given, as it loads.
-
-    ``found`` is the diagnosis of the write.
-    """
-    statement, line = place.statement, line_text(place.line)
-    is_load = statement is not None and "load" in ast.unparse(statement)
-    is_named = found.tensor is not None and "without a name" not in found.tensor
-    name = found.tensor if is_named else "it"
-    text = f"first check {name}: it was inf or NaN when this line wrote it: {line}"
-    text = f"what this line loads is the cause: {line}" if is_load else text
-    read = next((each for each in found.bad.inputs if each.inf), None) if found.bad else None
-    if read is not None and read.dtype == "float16" and not read.nan:
-        ends = f"it has {read.inf:,} inf in float16, which ends at 65,504: save it in float32"
-        return "\n".join([text, ends, *lines_with(place.code.co_filename, {"save"})])
-    return f"{text}\nload an earlier checkpoint: this one has inf or NaN" if is_load else text

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
-from halfstep._tools.user_code import user_line
+from halfstep._tools.user_code import is_users, tree_of, user_line
 from halfstep._tools.watch.schedules import (
     lines_that_set,
     lines_with,
@@ -27,6 +30,7 @@ from halfstep._tools.watch.schedules import (
     schedules_of,
 )
 
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SETTINGS = frozenset(
     ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "betas", "rho", "lambd")
 )
@@ -48,6 +52,27 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
             lines = lines_that_set(names, [line.file] if line else [])
             cure = of_function(schedules, why) or Cure("data", "\n".join([text, *lines]))
             return Diagnosis("data", tensor=f"{name} of {of}", cure=cure)
+    return None
+
+
+Search = Literal["PyTorch's", "own"]
+"""A line search of an optimizer, by whose code it is."""
+
+
+def search_of(optimizer: Optimizer) -> Search | None:
+    """Return the line search that the calls of an optimizer's closure are, or None.
+
+    One of the user's has a loop that calls the closure and compares numbers.
+    """
+    if any(group.get("line_search_fn") for group in _groups(optimizer)):
+        return "PyTorch's"
+    code = inspect.unwrap(type(optimizer).step).__code__  # PyTorch has wrapped it
+    closure, root = code.co_varnames[1:2], tree_of(code.co_filename).root
+    for loop in ast.walk(root) if is_users(code.co_filename) else ():
+        nodes = [*ast.walk(loop)] if isinstance(loop, ast.For | ast.While) else []
+        is_called = any(isinstance(n, ast.Call) and ast.unparse(n.func) in closure for n in nodes)
+        if is_called and any(isinstance(node, _ORDERS) for node in nodes):
+            return "own"
     return None
 
 
@@ -85,10 +110,12 @@ def with_bad_state(
     written: Callable[[Tensor], list[str]],
     *,
     is_loaded: bool,
+    checked: Sequence[int],
 ) -> Diagnosis | None:
     """Return the diagnosis of an optimizer whose state has inf or NaN before a step.
 
     ``written`` returns what is to be said of the line that last wrote to a tensor, if one did.
+    ``checked`` are the steps before which the state was checked, this one last.
     """
     of = type(optimizer).__name__
     for weight, state in getattr(optimizer, "state", {}).items():
@@ -105,8 +132,17 @@ def with_bad_state(
                 lines = written(value)
                 text = "\n".join([*lines, text] if is_loaded or not lines else lines)
                 tensor = f"{key} of {name} in {of}"
-                return Diagnosis("data", tensor=tensor, cure=Cure("data", text))
+                notes = tuple(
+                    _between(*each) for each in [*pairwise(checked)][-1:] if not is_loaded
+                )
+                return Diagnosis("data", tensor=tensor, cure=Cure("data", text), notes=notes)
     return None
+
+
+def _between(good: int, bad: int) -> str:
+    """Return in which step the state went bad that was finite before the first of two steps."""
+    which = f"step {good}" if bad == good + 1 else f"one of the steps {good} to {bad - 1}"
+    return f"it was finite before step {good}, so it went bad in {which}"
 
 
 def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:

@@ -7,7 +7,8 @@ import gc
 import linecache
 import math
 import sys
-from collections.abc import Container, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
 from textwrap import dedent
@@ -75,6 +76,8 @@ def of_function(schedules: Iterable[LRScheduler], why: str) -> Cure | None:
                 continue
             source, file = Source(spot.code.co_filename), spot.code.co_filename
             said = [*_changed(source, spot, is_finite=math.isfinite(value))]
+            if value < 0:
+                said.append(_where_it_ends(function, schedule.last_epoch))
             edits = source.edited() if said else None
             called = getattr(function, "__name__", type(function).__name__)
             of = f"{type(schedule).__name__} multiplies it by {called}"
@@ -121,6 +124,13 @@ def _called(function: Any, step: int) -> tuple[float, _Spot | None]:
     return value, last if value < 0 else None
 
 
+def _where_it_ends(function: Any, now: int) -> str:
+    """Return where a function fell below 0, by calls of it."""
+    is_below: Callable[[int], bool] = lambda step: float(function(step)) < 0  # noqa: E731
+    first = bisect_left(range(now), True, key=is_below)
+    return f". It fell below 0 in step {first} of {now}: let it end after the last step of the run"
+
+
 def _is_bad(value: object) -> bool:
     return isinstance(value, Real) and not math.isfinite(value)
 
@@ -138,4 +148,4 @@ def _changed(source: Source, spot: _Spot, *, is_finite: bool) -> Iterator[str]:
                         yield f": `{text}` is 0 there"
             case ast.Return(value=ast.expr() as result) | ast.Lambda(body=result) if is_finite:
                 source.put(result, "max({}, 0.0)")
-                yield "; below 0, each step raises the loss; at 0 none is taken: let it end later"
+                yield "; below 0, each step raises the loss; at 0 none is taken"

@@ -43,6 +43,7 @@ from halfstep._tools.diagnose.diagnose import (
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, predicate
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.optimizer_step import (
+    NOT_AGAIN,
     Numbers,
     diagnosis_of_taken_step,
     event_of,
@@ -50,9 +51,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 )
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
-from halfstep._tools.measure import is_mask
 from halfstep._tools.patches import Patches
-from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
@@ -74,12 +73,18 @@ from halfstep._tools.watch.bad_steps import (
     values_of,
 )
 from halfstep._tools.watch.capture import Capture
+from halfstep._tools.watch.carried import Carried
+from halfstep._tools.watch.earlier import Earlier, is_of_the_model, of_buffers
 from halfstep._tools.watch.growth import Growth
-from halfstep._tools.watch.inputs import bad_data, of_bad_write, size_text
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
-from halfstep._tools.watch.schedules import lines_with
-from halfstep._tools.watch.skips import Search
+from halfstep._tools.watch.optimizers import (
+    Search,
+    of_settings,
+    search_of,
+    still_scaled,
+    with_bad_setting,
+)
+from halfstep._tools.watch.skips import Search as SkipSearch
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
 
@@ -91,18 +96,6 @@ WENT_BAD_LATE = (
 SPOILT = (
     "it has made {names} inf or NaN, also if its loss is left out; unless a scaler or guard "
     "restores them, evaluations are bad: check the batch first, and call reset_running_stats()"
-)
-WROTE_BUFFERS = "it made {names} inf or NaN; the loss of this step is finite"
-AFTER_THE_STEP = "its numbers are those of a replay with the weights from after the step"
-LAST_WRITE = (
-    "first check the code that made it or last wrote to it: {line}\n"
-    "if it wrote inf or NaN, fix it, or the same happens again"
-)
-COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
-MADE_BEFORE = "{name} comes from it, and was made before the loop or in its first step: {line}"
-OVERFLOWED = (
-    "make it float32: this line wrote finite values to it, up to {largest}, and float16 ends "
-    "at 65,504: {line}"
 )
 LEFT_OUT = "the script left this batch out"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
@@ -121,7 +114,7 @@ class _WatchedStep:
     ends_before: list[KeptCall] = field(default_factory=list)  # for a further optimizer
     is_bad: bool = False  # and diagnosed, unless bad_ends are left
     num_calls: int = 0  # of its closure
-    searches: bool = False  # whether they are a line search, in which a loss may be inf
+    search: Search | None = None  # the line search that they are, in which a loss may be inf
     num_scaled: int = 0  # losses
     num_backward: int = 0  # passes
     losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
@@ -223,7 +216,10 @@ class Watch:
         )
         self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
         self._live = LiveSearch(self.notes)
-        self._growth = Growth()
+        log, last_model = self._capture.log, lambda: self._last_model
+        self._earlier = Earlier(log, last_model, self._diagnosis_of)
+        self._carried = Carried(self._capture.log)
+        self._growth = Growth(self._carried)
         self._steps = _StepCount()
         self._running = _WatchedStep()
         self._num_tried = self._num_checked = 0
@@ -312,7 +308,8 @@ class Watch:
         late = [outcome for outcome in skipped if outcome.reason is Reason.AFTER_UNSCALE]
         if late and self._may_look():  # a replay, which ends with the backward pass, is finite
             ends = tuple(culprit.name for each in late for culprit in each.find_culprits())
-            found = self._of_gradients(w for each in late for w in each.culprit_parameters())
+            weights = (weight for each in late for weight in each.culprit_parameters())
+            found = self._earlier.of_gradients(weights)
             self._report(found or Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
         if late:
             skipped, bad = [each for each in skipped if each not in late], []
@@ -364,11 +361,11 @@ class Watch:
             if taken is not None:
                 taken.gradients = []
             return
-        if step.searches and not any(map(math.isnan, values)):
-            return  # a trial that went too far
         if step.num_calls and self._check_weights():
             step.is_bad = True
             return
+        if step.search == "own" or (step.search and not any(map(math.isnan, values))):
+            return  # a trial that went too far
         if step.num_calls:
             self.notes.append(f"call {step.num_calls + 1} of its closure in this step")
             self._is_spoiled = True
@@ -378,8 +375,7 @@ class Watch:
             # Not replayed before this backward pass, whose gradients DDP's hooks count.
             step.bad_ends = ends
         else:
-            scaler = self._loss_scaler
-            self._look(ends, None if scaler is None else scaler.get_scale())
+            self._look(ends, self._scale)
 
     def _after_read(self, made: Made) -> None:
         if self._running.left_out is None and not self._running.is_bad:
@@ -427,7 +423,7 @@ class Watch:
         taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), arguments)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
-            optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._written
+            optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._earlier.said
         )
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
@@ -462,8 +458,7 @@ class Watch:
                 self._pause(is_stepping=True)
             if not self._running.num_calls:
                 self._end_plain_step(parameters(optimizer), optimizer)
-                groups = optimizer.param_groups
-                self._running.searches = any(group.get("line_search_fn") for group in groups)
+                self._running.search = search_of(optimizer)
             self._running.num_calls += 1
             taken.note_gradients()
             return result
@@ -498,7 +493,7 @@ class Watch:
         self._pause(is_stepping=False)
         self._check_weights()
         self._taken = None
-        self._running.num_calls, self._running.searches = 0, False
+        self._running.num_calls, self._running.search = 0, None
         if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
@@ -516,7 +511,7 @@ class Watch:
             return False
         with taken.with_its_gradients():
             with modes.unseen_by_modes():
-                written, known = partial(self._written, is_new=True), frozenset(self._went_bad)
+                written, known = partial(self._earlier.said, is_new=True), frozenset(self._went_bad)
                 event = event_of(optimizer, names_in(model), known, written)
             if event is None:
                 self._check_buffers(step)
@@ -528,7 +523,10 @@ class Watch:
             self._was_finite, self._is_spoiled = False, True
             if self._may_look():
                 is_same = all(autograd.version_of(g) == v for _, g, v in taken.gradients)
-                if is_same and num_calls <= 1:  # else its gradients are those of a further call
+                if num_calls > 1:
+                    why = NOT_AGAIN.format(f"its gradients are those of call {num_calls}")
+                    event = replace(event, notes=(*event.notes, why))
+                elif is_same:
                     event = self._growth.explain(event, step) or diagnosis_of_taken_step(
                         optimizer, taken.numbers, event, model, self._seconds, taken.arguments
                     )
@@ -542,7 +540,8 @@ class Watch:
         if not names or not self._may_look():
             return
         if (given := self._capture.log.given_bad()) is None:
-            written = self._of_buffers(names)
+            ends, scale = self._capture.ends or self._running.ends_before, self._scale
+            written = of_buffers(names, ends, self._last_model, scale, self._seconds)
             if written is not None:
                 self._of_steps.add(step)
                 self._report(written, step)
@@ -554,28 +553,6 @@ class Watch:
             notes = (f"the loss of this step is finite; the call: {where}",)
             self._of_steps.add(step)
             self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
-
-    def _of_buffers(self, names: list[str]) -> Diagnosis | None:
-        """Return the diagnosis of a forward pass that made buffers bad of finite values, or None.
-
-        It is replayed with the weights from after the step.
-        """
-        ends, model = self._capture.ends or self._running.ends_before, self._last_model
-        scale = None if self._loss_scaler is None else self._loss_scaler.get_scale()
-
-        def buffers() -> list[Tensor]:
-            named = [] if model is None else model.named_buffers()
-            return [buffer for name, buffer in named if without_wrappers(name) in names]
-
-        if all(map(is_mask, buffers())):
-            return None
-        found, _ = diagnosis_of_calls(
-            needed_for(ends), None, scale, model, seconds=self._seconds, results=buffers
-        )
-        if found is None or found.verdict not in ("maths", "range"):
-            return None
-        event = WROTE_BUFFERS.format(names=names_text(names))
-        return replace(found, happened=event, notes=(*found.notes, AFTER_THE_STEP))
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
@@ -609,6 +586,7 @@ class Watch:
                 self._look(self._capture.ends, scale)
             self._was_finite = not (is_bad or self._running.is_bad)
             self._is_spoiled &= not self._was_finite
+            self._carried.measure(self._step)
         finally:
             self._steps.num += 1
             self._running = _WatchedStep(ends_before=self._capture.ends)
@@ -648,24 +626,25 @@ class Watch:
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
             found = None if root is None else self._diagnosis_of(root, scale)
-            found = found or self._of_gradients(weights_of(calls))
+            found = found or self._earlier.of_gradients(weights_of(calls))
         if found is not None:
             if found.verdict == "data":
-                if found.cure and is_left_out and not is_last and not _is_of_the_model(found):
+                if found.cure and is_left_out and not is_last and not is_of_the_model(found):
                     is_counted = not self.number(self._is_counted)
                     more = "" if is_counted else NOT_COUNTED.format(step=self._step)
                     self.notes.append(f"{LEFT_OUT}{more}")
                     lines = found.cure.text.splitlines()
                     text = "\n".join(line for line in lines if LEAVE_OUT not in line)
                     found = replace(found, cure=replace(found.cure, text=text))
-                found = self._of_written(found, calls)
+                grown = self._growth.of_carried(found, self._step, calls)
+                found = grown or self._earlier.of_written(found, calls)
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
             if found.verdict in ("maths", "range", "scale") and found.bad is not None:
-                hints = self._growth.hints(calls, is_overflow=found.bad.is_overflow)
-                tried, change = usual.standardise()
-                hints = [hint for hint in hints if change is None or hint != tried]
+                text, change = usual.standardise() if found.bad.is_overflow else ("", None)
+                not_tried = text if change is None else ""
+                hints = [*filter(None, [self._growth.of_collapse(calls), not_tried])]
                 if hints and (found.cure is None or found.cure.kind == "look"):
                     found = replace(found, cure=Cure("code", "\nor ".join(hints)))
                 else:
@@ -688,73 +667,11 @@ class Watch:
         calls = needed_for([value.call])
         return diagnosis_of_calls(calls, value, scale, self._model_of(calls))[0]
 
-    def _of_gradients(self, weights: Iterable[Tensor]) -> Diagnosis | None:
-        """Return the diagnosis of what the loop last wrote to gradients in this step, or None."""
-        gradients = (weight.grad for weight in weights)
-        bad = (grad for grad in gradients if grad is not None and not are_finite([grad]))
-        return next(filter(None, map(self._of_write, bad)), None)
-
-    def _of_write(self, tensor: Tensor) -> Diagnosis | None:
-        """Return the diagnosis of what the loop last wrote to a tensor in this step."""
-        value, at = self._capture.log.wrote(tensor)
-        found = None if value is None else self._diagnosis_of(value)
-        if found is None or at is None or found.verdict not in ("maths", "range"):
-            return found
-        name = names_in(self._last_model)(tensor) or name_in_code(tensor)
-        is_older = self._capture.log.made_bad(tensor) is not None
-        comes = (MADE_BEFORE if is_older else COMES_FROM).format(name=name, line=line_text(at.line))
-        notes = tuple(note for note in found.notes if note != LEFT_GRADIENTS)
-        return replace(found, happened=comes, notes=notes)
-
-    def _of_written(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
-        """Name where the loop last wrote to a bad weight or argument of calls, first in the cure.
-
-        If it computed what it wrote from finite values, that is diagnosed instead.
-        """
-        log = self._capture.log
-        bad = [tensor for tensor in weights_of(calls) if not are_finite([tensor])]
-        data = [] if _is_of_the_model(found) else bad_data(log.dataset)
-        places = ((each, log.wrote(each)[1]) for each in (*bad, *(each for each, _ in data)))
-        tensor, place = next((each for each in places if each[1]), (None, None))
-        halves = [each for each in bad if self._overflowed(each)]
-        if found.cure is None:
-            return found
-        text = [found.cure.text]
-        written = [LAST_WRITE.format(line=line_text(place.line))] if place else []
-        if halves:
-            written = self._overflowed(halves[-1])
-        elif tensor is not None and tensor not in log.spoilt_at:
-            own = self._of_write(tensor)
-            if own is not None and own.verdict in ("maths", "range"):
-                return own
-            if own is not None and place is not None:
-                written = [of_bad_write(place, own)]
-                text = text if log.made_bad(tensor) else []
-        elif found.bad and found.bad.line and _is_of_the_model(found):
-            loads = lines_with(found.bad.line.file, {"load_state_dict"})
-            written = ["first check what the script loads:", *loads] if loads else []
-        text = [*written, *(said for _, said in data), *text]
-        return replace(found, cure=replace(found.cure, text="\n".join(text)))
-
-    def _written(self, tensor: Tensor, *, is_new: bool = False) -> list[str]:
-        """Return what to say of the line that last wrote to a bad tensor, or made it, if any."""
-        place = self._capture.log.place_of(tensor, is_new=is_new)
-        last = [] if place is None else [LAST_WRITE.format(line=line_text(place.line))]
-        return self._overflowed(tensor) or last
-
-    def _overflowed(self, tensor: Tensor) -> list[str]:
-        """Return what to say of the line that wrote too large a value to a float16 tensor."""
-        half = self._capture.log.halves.get(tensor)
-        if half is None or not half.largest.isfinite():
-            return []
-        line = line_text(half.place.line)
-        return [OVERFLOWED.format(largest=size_text(half.largest.item()), line=line)]
-
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
         return self._last_model
 
-    def _check_at_scale_1(self, kind: Search | None) -> bool:
+    def _check_at_scale_1(self, kind: SkipSearch | None) -> bool:
         """Replay a skipped step at scale 1, up to the limit of a run; return whether it is bad.
 
         At the start and after growth, an overflow without a NaN is not replayed to see that.
@@ -767,6 +684,11 @@ class Watch:
             return False
         self._num_checked += 1
         return is_bad_at_scale_1(calls, model)
+
+    @property
+    def _scale(self) -> float | None:
+        """The scale of the losses, if a scaler multiplies them."""
+        return None if self._loss_scaler is None else self._loss_scaler.get_scale()
 
     @property
     def _step(self) -> int:
@@ -815,7 +737,7 @@ class Watch:
             self._of_steps.add(number)
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
-        is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
+        is_left = self._is_spoiled or (not self._was_finite and is_of_the_model(found))
         if self.found and is_left and found.verdict == "data":
             return  # left over from a bad step whose diagnosis was reported
         if all(_place(found) != _place(known) for known in self.found):
@@ -829,11 +751,6 @@ def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str
         return []
     named = model.named_parameters() if parameters else model.named_buffers()
     return [without_wrappers(name) for name, tensor in named if not are_finite([tensor])]
-
-
-def _is_of_the_model(found: Diagnosis) -> bool:
-    """Return whether a tensor of the model was bad before the step."""
-    return found.bad is not None and any(each.name == found.tensor for each in found.bad.inputs)
 
 
 def _place(found: Diagnosis) -> tuple[object, ...]:

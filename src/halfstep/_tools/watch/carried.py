@@ -1,0 +1,100 @@
+"""Tensors of the script that grow from step to step, as an average does whose decay is above 1."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+from types import CodeType
+
+from torch import Tensor
+
+from halfstep._common.numbers import number
+from halfstep._pytorch import modes
+from halfstep._tools.line import line_text
+from halfstep._tools.replay.blame import name_in_code
+from halfstep._tools.replay.kept_calls import LARGEST_COPY, KeptCall
+from halfstep._tools.user_code import Place
+from halfstep._tools.watch.bad_steps import are_finite, largest
+from halfstep._tools.watch.call_log import CallLog
+
+_GROWN, _BEGUN = 100.0, 4.0
+"""The growth that is one, and that of it which was measured before the bad step."""
+_STEADY = 0.8
+"""The least rate of growth at the end, as a share of that before: of a sum, it is 0.7 or less."""
+STOP = (
+    "stop the growth of {name}; a wider dtype or a clamp only delays it. It grows {factor}-fold a "
+    "step by this line, where a decay or a discount has to be below 1: {line}"
+)
+
+
+class Carried:
+    """Sizes of the tensors that the loop makes or writes to, by the place in its code."""
+
+    def __init__(self, log: CallLog) -> None:
+        self._log, self._next = log, 1
+        self._sizes: dict[tuple[CodeType, int], list[tuple[int, float]]] = {}
+
+    def measure(self, step: int) -> None:
+        """Note the sizes when steps 1, 2, 4, 8 ... end. Sync: one for each tensor then."""
+        if step >= self._next:
+            self._next = 2 * step
+            with modes.unseen_by_modes():
+                last = {_key(place): tensor for tensor, place in self._log.recent()}
+                for key, tensor in last.items():
+                    is_data = tensor.is_floating_point() and not tensor.requires_grad
+                    if is_data and tensor.nbytes <= LARGEST_COPY and (size := largest([tensor])):
+                        self._sizes.setdefault(key, []).append((step, size))
+
+    def grown(
+        self, calls: Iterable[KeptCall], step: int, *, are_bad: bool
+    ) -> tuple[str, str] | None:
+        """Return what of the given tensors of a bad step's calls has grown, and the cure, or None.
+
+        Only tensors that are not finite are read if ``are_bad``, else only others. Sync: one for
+        each.
+        """
+        for tensor in (given.tensor for call in calls for given in call.given):
+            place = self._log.place_of(tensor)
+            known = [] if place is None else self._sizes.get(_key(place), [])
+            if place is None or not known or are_finite([tensor]) == are_bad:
+                continue
+            sizes = [*known, (step, math.inf if are_bad else largest([tensor]))]
+            if _is_steady(sizes):
+                name, line = _name(tensor, place), line_text(place.line)
+                (first, low), (last, high) = known[0], known[-1]
+                factor = number(math.pow(high / low, 1 / (last - first)))
+                end = "inf or NaN" if are_bad else number(sizes[-1][1])
+                event = f"{name} grew from {number(low)} when step {first} ended to {end}"
+                text = STOP.format(name=name, factor=factor, line=line)
+                return f"{event} in step {step}", text
+        return None
+
+
+def _key(place: Place) -> tuple[CodeType, int]:
+    return place.code, place.instruction
+
+
+def _name(tensor: Tensor, place: Place) -> str:
+    """Return the name that a statement gives a tensor, which may have another value by now."""
+    match place.statement:
+        case ast.Assign(targets=[ast.Name(name) | ast.Attribute(attr=name)]):
+            return name
+    return name_in_code(tensor).partition(" in ")[0]
+
+
+def _is_steady(sizes: list[tuple[int, float]]) -> bool:
+    """Return whether sizes have grown by about the same factor in each step, unlike a sum.
+
+    A tensor that a bad step is given may be of the step before.
+    """
+    (begun, before), (end, last) = sizes[-2:]
+    if last < _GROWN * sizes[0][1] or before < _BEGUN * sizes[0][1]:
+        return False
+    if 4 * (end - begun) < begun:  # so few steps show no rate
+        sizes = [*sizes[:-2], sizes[-1]]
+    steps = [*(b - a for (a, _), (b, _) in pairwise(sizes[:-1])), end - sizes[-2][0] - 1]
+    growths = (math.log(b / a) for (_, a), (_, b) in pairwise(sizes))
+    rates = [growth / max(num, 1) for growth, num in zip(growths, steps, strict=True)]
+    return len(rates) > 2 and min(rates) > 0 and rates[-1] > _STEADY * rates[-2]
