@@ -389,7 +389,7 @@ def _best(
     flaw = min(flaw for flaw, _ in found)
     equals = [cure for each, cure in found if each is flaw]
     least = min((abs(cure.losses[-1]) for cure in equals if cure.losses), default=0.0)
-    limit = FAR**2 * max(least, 1.0)
+    limit = FAR * max(least, 1.0)
     cure = next(each for each in equals if not each.losses or abs(each.losses[-1]) <= limit)
     if flaw is not Flaw.NO_CURE:
         return cure
