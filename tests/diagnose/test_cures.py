@@ -326,3 +326,36 @@ loss = checkpoint(block, rows, use_reentrant=False).sum()"""
     # One looks for a stable form, one for what made the operand, one for parameters to move, one
     # for counts, of which log1p would be taken.
     assert found.num_replays == 7
+
+
+@pytest.mark.parametrize(("mode", "is_label"), [("enable_grad", True), ("no_grad", False)])
+def test_numbers_of_an_update_are_not_called_labels(
+    mode: str, is_label: bool, tmp_path: Path
+) -> None:
+    body = f"""
+with torch.{mode}():
+    logs = torch.log(torch.tensor([0.5, 0.0, 2.0]))
+loss = (zero[:3] + 1) @ logs"""
+    remarks = "; ".join(diagnosed(body, tmp_path).cure.remarks)
+    assert "it changes 1 of 3 values" in remarks
+    assert ("if they are labels" in remarks) == is_label
+
+
+def test_values_are_counted_only_of_the_edit_that_is_told(tmp_path: Path) -> None:
+    body = """
+attn = nn.MultiheadAttention(4, 2, batch_first=True)
+pad = torch.tensor([[True] * 3, [False, False, True]])
+loss = attn(zero.expand(2, 3, 4), rows.expand(2, 3, 4), rows.expand(2, 3, 4), pad)[0].sum()"""
+    cure = diagnosed(body, tmp_path).cure
+    assert "_mask.all(-1, keepdim=True)" in cure.text
+    assert not any("it changes" in remark for remark in cure.remarks)
+
+
+def test_a_mask_is_not_clamped(tmp_path: Path) -> None:
+    body = """
+legal = torch.tensor([True, True, False, True]).logical_and(torch.ones(4, dtype=torch.bool))
+p = torch.softmax(zero.masked_fill(~legal, -math.inf), -1)
+loss = (p * torch.log(p)).sum()"""
+    found = diagnosed(body, tmp_path)
+    assert found.cure.is_finite
+    assert not any("Bool" in note for note in found.notes)

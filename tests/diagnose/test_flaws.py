@@ -36,6 +36,9 @@ OF_SGD, SMALL = False, True  # whether the steps of the trial were small
         (OF_SGD, (3.0, 2.9), (0.6, 0.6, 0.0), Flaw.DOUBT),  # it falls as before
         (OF_SGD, (300.0, 100.0), (0.6, 0.6, 0.0), Flaw.DOUBT),  # or by much
         (OF_SGD, (300.0, 100.0), (0.98, 0.98, 0.98), Flaw.NO_CURE),
+        (OF_SGD, (3.0, 3.0), (0.5, 0.5, 0.5), Flaw.NO_CURE),  # all of a few values
+        (OF_SGD, (3.0, 3.0), (0.4, 0.4, 0.4), Flaw.DOUBT),
+        (OF_SGD, (300.0, 700.0), (), Flaw.NO_CURE),  # far from those before it, and farther later
     ],
 )
 def test_what_a_trial_says_against_a_change(
@@ -43,6 +46,11 @@ def test_what_a_trial_says_against_a_change(
 ) -> None:
     cure = Cure("code", "x", True, has_small_steps=is_small, losses=losses, changed=changed)
     assert flaw_of(cure, Usual(loss=3.0, size=3.0)) is flaw
+
+
+def test_a_huge_loss_is_doubtful_in_the_first_step_too() -> None:
+    huge, usual = (Cure("code", "x", True, losses=(n, n / 2)) for n in (1e21, 1e5))
+    assert (flaw_of(huge, Usual()), flaw_of(usual, Usual())) == (Flaw.DOUBT, Flaw.NONE)
 
 
 def test_what_is_not_finite_is_the_last() -> None:

@@ -45,6 +45,7 @@ from halfstep._tools.diagnose.edits import (
     within,
 )
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
+from halfstep._tools.diagnose.several_steps import FAR
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial, Maker
 from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
@@ -323,7 +324,7 @@ def of_maths(
     result overflowed, edits of the exponent of an earlier exp.
     """
     form = None if call is None else of_formula(trial, call)
-    if form is not None and form.edits:
+    if form is not None and form.edits and (not form.losses or trial.usual.is_like(form.losses[0])):
         return form
     makers = trial.makers(blame.forward_number)
     of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
@@ -331,11 +332,18 @@ def of_maths(
     cure = _best(trial, blame, makers, cures)
     if form is None:
         return cure
-    if cure is None or cure.kind == "look" or fall(cure.losses) < fall(form.losses) / 2:
+    if cure is None or cure.kind == "look" or not _is_better(cure, form):
         return form
     said = form.text.replace("\n", "; ")
     trial.replayer.notes.append(f"a stable form is finite too: {said}")
     return cure
+
+
+def _is_better(cure: Cure, form: Cure) -> bool:
+    """Return whether an edit is better than a stable form, which computes the same loss."""
+    if cure.losses and form.losses and FAR**4 * abs(cure.losses[-1]) < abs(form.losses[-1]):
+        return True
+    return fall(cure.losses) >= fall(form.losses) / 2
 
 
 def _of_calls(
@@ -362,7 +370,7 @@ def _of_calls(
 def _best(
     trial: CureTrial, blame: Blame, makers: list[Maker], cures: Iterable[Cure | None]
 ) -> Cure | None:
-    """Return the first cure without a flaw, else the one with the least.
+    """Return the first cure without a flaw, else the one with the least, and with no giant loss.
 
     If all that are finite are no cures, a note has the first, and what is returned is where to
     look.
@@ -379,7 +387,11 @@ def _best(
             raise
     if not found:
         return None
-    flaw, cure = min(found, key=lambda each: each[0])
+    flaw = min(flaw for flaw, _ in found)
+    equals = [cure for each, cure in found if each is flaw]
+    least = min((abs(cure.losses[-1]) for cure in equals if cure.losses), default=0.0)
+    limit = FAR * max(least, 1.0)
+    cure = next(each for each in equals if not each.losses or abs(each.losses[-1]) <= limit)
     if flaw is not Flaw.NO_CURE:
         return cure
     said, why = cure.text.replace("\n", "; "), "; ".join(shown(cure))
@@ -504,7 +516,7 @@ def _of_limited_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | N
     )
     if not is_back and blame.dtype.itemsize > 1:
         return None
-    cure = _judged_edits(trial, tried.calls, edits)
+    cure = _judged_edits(trial, tried.calls)
     return cure if cure is not None and cure.is_finite else None
 
 
@@ -522,7 +534,7 @@ def _of_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Iterator[Cure | 
     for edits in todo:
         tried = trial.edited(edits, trial.scale)
         if tried.blame is None:
-            yield _judged_edits(trial, tried.calls, edits)
+            yield _judged_edits(trial, tried.calls)
         if len(todo) == 1 and blame.dtype is not None:
             cast = cast_after(dtype_name(blame.dtype))
             later = tried.calls.after(call, _SHRINKING)[:MOST_EDITS]
@@ -556,7 +568,7 @@ def _of_edits(
             continue
         best = best or tried.calls
         if (scale := _scale_of_edits(trial, now, blame, tried.blame)) is not None:
-            yield _judged_edits(trial, tried.calls, now, scale)
+            yield _judged_edits(trial, tried.calls, scale)
             return
         after = call_of(tried.calls, tried.blame)
         if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
@@ -586,19 +598,17 @@ def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
     if here and len(edits) + len(here) <= MOST_EDITS:
         tried = trial.edited((*edits, *here), trial.scale)
         if tried.blame is None and tried.calls.keep_values(here):
-            return _judged_edits(trial, tried.calls, (*edits, *here))
-    cure = _judged_edits(trial, calls, edits)
+            return _judged_edits(trial, tried.calls)
+    cure = _judged_edits(trial, calls)
     if cure is None or cure.is_finite is not False or not new:
         return cure
     both = (*edits, *((each, edit) for each in new))[:MOST_EDITS]
     tried = trial.edited(both, trial.scale)
-    better = None if tried.blame is not None else _judged_edits(trial, tried.calls, both)
+    better = None if tried.blame is not None else _judged_edits(trial, tried.calls)
     return better if better is not None and better.is_finite else cure
 
 
-def _judged_edits(
-    trial: CureTrial, calls: UserCalls, edits: Edits, scale: float | None = None
-) -> Cure | None:
+def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None) -> Cure | None:
     cure = _of_placed(calls, scale, is_finite=True)
     if cure is None:
         return None
@@ -607,13 +617,14 @@ def _judged_edits(
     made = [calls]
 
     def change() -> AbstractContextManager[None]:
-        made.append(UserCalls(trial.replayer.num_ops, edits))
+        made.append(calls.again())
         return made[-1].active()
 
     cure = trial.judged(replace(cure, remarks=calls.remarks()), change, scale=scale or trial.scale)
     least, last = sorted(each.share for each in [calls, *made][-2:])  # of it, and the one before
     if cure.trial and last:
-        said = f"at the end of the trial, {last:.0%} of the values are still changed"
+        still = max(each.lost for each in [calls, *made][-2:])
+        said = f"at the end of the trial, {still:.0%} of the values are still changed"
         cure = replace(cure, remarks=(*cure.remarks, said))
     return replace(cure, changed=(calls.share, last, least) if calls.share or last else ())
 

@@ -32,6 +32,18 @@ USUAL_NAMES = ("input", "other", "var")
 """The usual parameter names of the first arguments of PyTorch's functions."""
 
 
+_MULTIPLES = ("Mul", "Div", "Select", "Slice", "Index", "View", "Unsqueeze", "Squeeze", "Expand")
+"""The first letters of the names of nodes of autograd for functions that keep or scale values."""
+
+
+def maker_of(value: Tensor) -> Any:
+    """Return the node of autograd of which the values of a tensor are multiples, or None."""
+    node = value.grad_fn
+    while node is not None and node.name().startswith(_MULTIPLES):
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    return node
+
+
 def item_slot(item: int) -> str:
     """Return the slot of an item of what a call returns."""
     return f"{CALL} {item}"
@@ -78,7 +90,7 @@ def _limited(low: str | None, high: str | None) -> Expression:
     def expression(value: Any, eps: float) -> str | None:
         below, above = (_bound(each, eps) for each in (low, high))
         if isinstance(value, Tensor):
-            if value.is_complex():
+            if value.is_complex() or value.dtype is torch.bool:
                 return None
             if not value.is_floating_point():
                 return "{}.clamp_min(1)" if low == "eps" else None
@@ -101,6 +113,12 @@ def _left_out(value: Any, eps: float) -> str | None:
         return None
     is_some = 0 < int((value == 0).sum()) < value.numel()
     return '{0}.masked_fill({0} == 0, float("inf"))' if is_some else None
+
+
+def _left_out_of_points(value: Any, eps: float) -> str | None:
+    """Leave out terms at points where the gradient of a result is taken, as in a PDE."""
+    is_point = isinstance(value, Tensor) and value.requires_grad and value.grad_fn is None
+    return _left_out(value.detach(), eps) if is_point else None
 
 
 def _are_counts(value: Tensor) -> bool:
@@ -142,6 +160,23 @@ def _smoothed(value: Any, eps: float) -> str | None:
 def _log1p(value: Any, eps: float) -> str | None:
     """Take the logarithm of counts, of which some are 0, plus 1."""
     return "torch.log1p({})" if isinstance(value, Tensor) and _are_counts(value) else None
+
+
+def _above_pole(value: Any, eps: float) -> str | None:
+    """Clamp what log1p reads above -1, or far from there if it goes beyond 1, as prices do."""
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        return None
+    return f"{{}}.clamp_min({0 if bool((value > 1).any()) else eps - 1:.10g})"
+
+
+def _raised_if_exact(value: Any, eps: float) -> str | None:
+    """Add to numbers, unless they are differences that rounding makes less than 0 by more."""
+    node = maker_of(value) if isinstance(value, Tensor) else None
+    if node is not None and node.name().startswith(("Sub", "Rsub")):
+        size = float(value.detach().abs().nan_to_num().amax())
+        if bool((value < 0).any()) or size * torch.finfo(value.dtype).eps > eps:
+            return None
+    return _raised(value, eps)
 
 
 def _raised(value: Any, eps: float) -> str | None:
@@ -218,6 +253,7 @@ _DIVISORS = [
     for factor in (1, 1e3)
     for expression in (_limited("eps", None), _raised)
 ]
+_AT_POINTS = (Edit((1,), _left_out_of_points),)
 _SCORES = (Edit((0,), _limited(f"-{_FAR}", None)),)
 _EPS = tuple(Edit(("eps",), lambda _, eps: f"{eps:g}", factor) for factor in (1, 1e2))
 _FINITE = tuple(
@@ -238,10 +274,10 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "log": (Edit((OPERAND,), _log1p), *_LEAST),
     "log2 log10 lgamma digamma mvlgamma entr": _LEAST,
     "polygamma xlogy xlog1py": (Edit((1,), _limited("eps", None)), *_LEAST),
-    "log1p": (Edit((0,), _limited("-edge", None)), Edit((0,), _limited("-edge", None), 1e2)),
-    "div true_divide divide": (Edit((1,), _left_out), *_DIVISORS, *_FINITE),
+    "log1p": (*(Edit((0,), _above_pole, factor) for factor in (1, 1e2)), Edit((0,), _smoothed)),
+    "div true_divide divide": (Edit((1,), _left_out), *_DIVISORS, *_AT_POINTS, *_FINITE),
     "rdiv rtruediv reciprocal": (Edit((0,), _left_out), *_LEAST, *_LARGER),
-    "sqrt rsqrt": (*_LARGER, *_LEAST),
+    "sqrt rsqrt": (*(Edit((0,), _raised_if_exact, factor) for factor in (1, 1e2)), *_LEAST),
     "pow float_power": (*_LEAST, *_LARGER, *_FINITE),
     "rpow exp expm1 exp2": _EXPONENT,
     "cosh sinh": (Edit((0,), _limited("-80", "80")), Edit((0,), _limited("-9", "9"))),

@@ -43,6 +43,10 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_back = last <= first / 10  # almost all of the values
     is_most = least > NEARLY or (last > MOST and last > NEARLY * first and not is_falling)
-    if is_most or is_far or (is_standing and cure.has_small_steps) or (is_rising and not is_back):
+    is_still = is_standing and (cure.has_small_steps or last >= MOST)
+    has_doubled = not is_usual and abs(losses[-1]) > 2 * abs(losses[0])
+    is_running_off = is_rising and (has_doubled or not is_back)
+    if is_most or is_far or is_still or is_running_off:
         return Flaw.NO_CURE
-    return Flaw.DOUBT if is_standing or is_rising or last or not is_usual else Flaw.NONE
+    is_doubtful = is_standing or is_rising or not is_usual or (last and cure.losses)
+    return Flaw.DOUBT if is_doubtful else Flaw.NONE

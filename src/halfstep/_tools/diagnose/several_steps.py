@@ -49,8 +49,7 @@ _LEAST_SIZE = 0.01
 class Usual:
     """What is known of the steps of a run before a bad one.
 
-    ``loss`` and ``size`` are the median of the last losses, if they are three or more, and of their
-    magnitudes.
+    ``loss`` and ``size`` are the median of the last losses, and of their magnitudes.
     """
 
     loss: float | None = None
@@ -64,9 +63,9 @@ class Usual:
     is_known: Callable[[Diagnosis], bool] = lambda _: False
 
     def is_like(self, loss: float) -> bool:
-        """Return whether a loss is like those of the run, as far as is known."""
+        """Return whether a loss is like those of the run; in the first step it need be no giant."""
         if self.loss is None or self.size is None:
-            return True
+            return abs(loss) < FAR**8
         return abs(loss - self.loss) <= FAR * max(self.size, _SMALL_LOSS)
 
 
@@ -143,7 +142,8 @@ class SeveralSteps(OpObserver):
             now, losses = batches[self.num % len(batches)]
             if not self._is_finite(now, losses):
                 self.fails_at = self.num and self.num + 1
-                self.why_not = "it has no finite loss to follow"
+                is_seen = not all(map(math.isfinite, self._seen))
+                self.why_not = f"it {'is not finite again' if is_seen else 'has no loss to follow'}"
                 return
             try:
                 if not self._advance(now):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +22,7 @@ from halfstep._tools.diagnose.edits import (
     Edit,
     in_place,
     item_of,
+    maker_of,
     row_name,
     writes_to_first,
 )
@@ -85,6 +87,12 @@ class UserCalls(TorchFunctionMode):
         self.reached: set[int] = set()  # indices of the edits whose call was made
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
+
+    def again(self) -> UserCalls:
+        """Return another mode with the same edits, written as here whatever the values are."""
+        calls = UserCalls(self._num_ops, self._edits)
+        calls._texts, calls.placed = self._texts, self.placed
+        return calls
 
     def call_of(self, number: int) -> UserCall | None:
         """Return the call that ran an op."""
@@ -209,20 +217,27 @@ class UserCalls(TorchFunctionMode):
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:
                     changes.add_divisors(value.detach(), result.detach())
-                if "clamp" in text or "masked_fill" in text:
+                is_told = self.placed[key].expression == text
+                if is_told and ("clamp" in text or "masked_fill" in text):
                     changes.add(value, result)
         return result
 
     def keep_values(self, edits: Edits) -> bool:
-        """Return whether some of the edits are clamps that have changed no value."""
+        """Return whether some of the edits are clamps that may change values, and have not yet."""
         numbers = {number for number, each in enumerate(self._edits) if each in edits}
         of_them = {key: each for key, each in self._changes.items() if key[0] in numbers}
-        return {n for n, _ in of_them} == numbers and not any(map(str, of_them.values()))
+        is_lost = any(each.is_of_data or str(each) for each in of_them.values())
+        return {n for n, _ in of_them} == numbers and not is_lost
 
     @property
     def share(self) -> float:
         """The largest share of values that an edit takes from where they were."""
         return max((each.share for each in self._changes.values()), default=0.0)
+
+    @property
+    def lost(self) -> float:
+        """The same share, also of few values."""
+        return max((each.lost for each in self._changes.values()), default=0.0)
 
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
@@ -231,49 +246,53 @@ class UserCalls(TorchFunctionMode):
 
 def _parameter_in(value: Tensor) -> Tensor | None:
     """Return the parameter whose entries, or multiples of them, are the values of a tensor."""
-    node = value.grad_fn
-    while node is not None and node.name().startswith(_MULTIPLES):
-        node = next((each for each, _ in node.next_functions if each is not None), None)
+    node = maker_of(value)
     leaf = value if value.grad_fn is None else getattr(node, "variable", None)
     if not (isinstance(leaf, Tensor) and leaf.requires_grad):
         return None
     return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
 
 
-_MULTIPLES = ("Mul", "Div", "Select", "Slice", "Index", "View", "Unsqueeze", "Squeeze", "Expand")
-"""The first letters of the names of nodes of autograd for functions that keep or scale values."""
-
-
 FEW = 32
-"""The number of values below which a share says nothing."""
+"""The number of values below which a share says nothing, unless all of several are changed."""
+_ALL_OF_FEW = 0.5
+"""The share that stands for all of so few."""
 
 
 class _Changes:
     """Values that a clamp has changed in a replay."""
 
     def __init__(self) -> None:
-        self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
-        self._is_left_out = self._is_of_numbers = False
+        self._num, self._of, self.is_of_data, self._rows = 0, 0, False, ""
+        self._is_left_out = self._is_of_numbers = self._may_be_labels = False
         self._num_lost = self._num_replaced = self._num_divisors = 0
 
     @property
     def share(self) -> float:
+        """The share of values, of which there are not few, or a number that stands for all."""
+        if max(self._of, self._num_divisors) >= FEW:
+            return self.lost
+        return _ALL_OF_FEW if self.lost == 1 and self._num > 1 else 0.0
+
+    @property
+    def lost(self) -> float:
         """The share of values that get no gradient any more, or of divisors that an eps replaces.
 
         Of data, it is that of values whose size is cut off. Infinities that are clamped, and
         divisors of 0, had none before.
         """
-        if self._is_of_numbers and self._num_divisors >= FEW:
+        if self._is_of_numbers:
             return self._num_replaced / self._num_divisors
-        return self._num_lost / self._of if self._of >= FEW else 0.0
+        return self._num_lost / max(self._of, 1)
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
         self._num += int(changed.sum())
         self._of += changed.numel()
         is_lost = changed if before.requires_grad else before.detach().abs() > after.detach().abs()
-        self._num_lost += int((is_lost & before.isfinite()).sum())
-        self._is_of_data |= not before.requires_grad
+        self._num_lost += int((is_lost & before.isfinite() & ~after.isinf()).sum())
+        self.is_of_data |= not before.requires_grad
+        self._may_be_labels |= torch.is_grad_enabled()
         self._is_left_out = bool(after[changed].isinf().any())
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
         self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
@@ -291,12 +310,12 @@ class _Changes:
         if not self._num:
             return ""
         if self._is_left_out:
-            terms = f"{self._num:,} of {things(self._of, 'term')}"
-            return f"it leaves out {terms}, divided by 0{': ' * bool(self._rows)}{self._rows}"
+            places = f"{self._num:,} of {things(self._of, 'place')}{': ' * bool(self._rows)}"
+            return f"the quotient is 0 where the divisor is, in {places}{self._rows}"
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
-        if not self._is_of_data:
+        if not self.is_of_data:
             return f"{changed}, which get no gradient then: look why they are out of range"
-        if not self._rows:
+        if not (self._rows and self._may_be_labels):
             return changed
         return f"{changed} without a gradient; if they are labels, leave {self._rows} out instead"
 

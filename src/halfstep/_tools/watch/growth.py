@@ -116,13 +116,13 @@ class Growth:
         calls: Sequence[KeptCall] = (),
         before: Sequence[KeptCall] = (),
     ) -> Usual:
-        """Return what is known of the steps before one: losses of its line, unless they are few.
+        """Return what is known of the steps before one: the losses of its line.
 
         ``before`` are the calls of the last one.
         """
         is_alone = len({at for _, _, at in self._losses}) == 1
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
-        loss = median(last) if len(last) >= 3 else None
+        loss = median(last) if last else None
         size = median(map(abs, last)) if last else None
         inputs = cache(partial(standardise, calls, before))
         explain = partial(self.explain, step=step, calls=calls, inputs=inputs)
@@ -277,26 +277,26 @@ class Growth:
 
     def of_collapse(self, calls: Sequence[KeptCall]) -> str:
         """Return the cure of a loss that fell steadily to below -1, else empty."""
-        last = [loss for _, loss, _ in self._losses]
-        lowest = min(range(len(last)), key=last.__getitem__, default=0)
-        falling = last[max(0, lowest - 100) : lowest + 1]
-        if len(falling) < _WINDOWS[-1] or falling[-1] > -1:
-            return ""
-        quarters = _quarters(falling)
-        if not all(a > b for a, b in pairwise(quarters)):
-            return ""
-        return (
-            f"bound the loss from below: it fell to {number(falling[-1])} in step "
-            f"{self._losses[lowest][0]}. {_bound_of(calls)}"
-        )
+        for series in self._series():
+            last = [loss for _, loss in series]
+            lowest = min(range(len(last)), key=last.__getitem__)
+            falling = last[max(0, lowest - 100) : lowest + 1]
+            is_long = len(falling) >= _WINDOWS[-1] and falling[-1] <= -1
+            if is_long and all(a > b for a, b in pairwise(_quarters(falling))):
+                fell = f"it fell to {number(falling[-1])} in step {series[lowest][0]}"
+                return f"bound the loss from below: {fell}. {_bound_of(calls)}"
+        return ""
+
+    def _series(self) -> list[list[tuple[int, float]]]:
+        """Return the losses of each line."""
+        lines = dict.fromkeys(line for _, _, line in self._losses)
+        return [[(i, loss) for i, loss, at in self._losses if at == line] for line in lines]
 
     def _by_losses(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis | None:
         bad = found.bad
         if bad is None or bad.limit is None or not bad.is_overflow:
             return None
-        lines = dict.fromkeys(line for _, _, line in self._losses)
-        series = [[(i, loss) for i, loss, at in self._losses if at == line] for line in lines]
-        windows = (losses[-length:] for losses in series for length in _WINDOWS)
+        windows = (losses[-length:] for losses in self._series() for length in _WINDOWS)
         window = next((w for w in windows if _grew([loss for _, loss in w], bad.limit)), None)
         if window is None:
             return None

@@ -356,7 +356,7 @@ class Watch:
             step.is_bad = True
             return
         if all(map(math.isfinite, values)):
-            if values:
+            if values and not (call.kwargs or {}).get("create_graph"):  # else it is an inner one
                 self._growth.note_loss(max(values, key=abs), self._step, call.at and call.at.line)
             if taken is not None:
                 taken.gradients = []
