@@ -64,6 +64,7 @@ class Sampler:
         self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
         self._last_outputs: list[weakref.ref[Tensor]] = []
         self._depth = 0
+        self._depth_of_region = -1  # of the innermost call that entered autocast itself
         self._devices = dict.fromkeys(("cpu", default_device()))
         # Number of calls by device, dtype and policy; None is PyTorch's policy.
         self._ran_under: Counter[tuple[str, torch.dtype, PolicyOnDevice | None]] = Counter()
@@ -77,7 +78,7 @@ class Sampler:
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; without measuring, it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring
-        self._depth = 0
+        self._depth, self._depth_of_region = 0, -1
         self._ran_under.clear()
         self._opened.enter_context(observe_contexts(self._enter_region))
         self._global_hooks.install()
@@ -146,11 +147,15 @@ class Sampler:
         if _is_traced() or not (switches.enabled and self._is_listening()):
             return
         if autograd.backward_number() < 0 and torch.is_grad_enabled():
+            self._depth_of_region = self._depth
             self._note_policy()
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if _is_traced() or not self._is_listening():
             return
+        # An autocast context entered by the call itself has been exited by now.
+        has_own_region = self._depth_of_region >= self._depth
+        self._depth_of_region = min(self._depth_of_region, self._depth - 1)
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
         # In a backward pass a checkpoint is being recomputed.
@@ -159,7 +164,8 @@ class Sampler:
         self._models.ran(name)
         if not torch.is_grad_enabled():
             return
-        self._note_policy()
+        if not has_own_region:
+            self._note_policy()
         if self._is_measuring:
             with modes.unseen_by_modes():
                 self._take_outputs(name or OUTERMOST, output)
