@@ -58,7 +58,10 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {
+            str(key): item if type(item) in _PLAIN else to_plain(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, Struct):
