@@ -342,14 +342,17 @@ def test_any_dtype_will_do_where_autocast_is_off() -> None:
 def test_what_code_reads_of_a_context(autocast: Any) -> None:
     with autocast(DEVICE, dtype=FP16, cache_enabled=False):
         context = autocast(DEVICE, dtype=BF16, cache_enabled=True)
+        assert not hasattr(context, "prev")
         with context as entered:
             assert entered is context
             assert (context.device, context.fast_dtype) == ("cpu", BF16)
             assert (context._enabled, context._cache_enabled) == (True, True)
+            outside = context.prev, context.prev_fastdtype, context.prev_cache_enabled
+            assert outside == (True, FP16, False)
     assert autocast(DEVICE, enabled=False)._enabled is False
 
 
-@pytest.mark.parametrize("name", ["fast_dtype", "device", "_enabled", "_cache_enabled"])
+@pytest.mark.parametrize("name", ["fast_dtype", "device", "_enabled", "_cache_enabled", "prev"])
 def test_a_write_to_a_context_says_what_to_do(name: str) -> None:
     context = autocast(DEVICE, BF16)
     with pytest.raises(AttributeError, match=r"make another one, autocast\(device_type, dtype"):

@@ -13,7 +13,7 @@ from halfstep._autocast import kernels, native, scopes, weight_cache
 from halfstep._autocast.casts import is_eligible
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
-from halfstep._autocast.region import Region, current_settings, in_graph
+from halfstep._autocast.region import Region, current_settings, in_graph, outside_of
 from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
@@ -49,7 +49,8 @@ class autocast(Region):
     policy stays. Outside the block and in other threads, plain autocast is unaffected.
 
     The attributes of ``torch.autocast`` exist, read-only: ``device``, ``custom_backend_name``,
-    ``fast_dtype``, ``_enabled``, ``_cache_enabled``; not those that say what was set outside.
+    ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and, while the context is entered, the values
+    outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ...; the index of ``"cuda:0"`` is ignored. None for the
@@ -108,6 +109,9 @@ class autocast(Region):
     fast_dtype = _view(lambda context: context._settings.switches.dtype)
     _enabled = _view(lambda context: context._settings.switches.enabled)
     _cache_enabled = _view(lambda context: context._settings.switches.cache)
+    prev = _view(lambda context: outside_of(context).enabled)
+    prev_fastdtype = _view(lambda context: outside_of(context).dtype)
+    prev_cache_enabled = _view(lambda context: outside_of(context).cache)
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         """Return ``function`` with its calls run under this autocast."""

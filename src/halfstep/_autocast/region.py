@@ -93,6 +93,18 @@ class ModuleRegion(Region):
     _is_users = False
 
 
+def outside_of(context: Region) -> amp.Switches:
+    """Return the values that PyTorch's switches had outside of ``context`` in this thread.
+
+    Raises:
+        AttributeError: The context is not entered in this thread.
+    """
+    _, scope = scopes.entered(context)
+    if scope is None or scope.switches is None:
+        raise AttributeError(f"{context!r} is not entered in this thread: nothing is outside of it")
+    return scope.switches
+
+
 def current_policy(device_type: str) -> Policy | None:
     """Return the policy for ops on ``device_type`` in this thread, None for PyTorch's rules.
 
