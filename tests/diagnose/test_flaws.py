@@ -36,8 +36,6 @@ OF_SGD, SMALL = False, True  # whether the steps of the trial were small
         (OF_SGD, (3.0, 2.9), (0.6, 0.6, 0.0), Flaw.DOUBT),  # it falls as before
         (OF_SGD, (300.0, 100.0), (0.6, 0.6, 0.0), Flaw.DOUBT),  # or by much
         (OF_SGD, (300.0, 100.0), (0.98, 0.98, 0.98), Flaw.NO_CURE),
-        (OF_SGD, (3.0, 3.0), (0.5, 0.5, 0.5), Flaw.NO_CURE),  # all of a few values
-        (OF_SGD, (3.0, 3.0), (0.4, 0.4, 0.4), Flaw.DOUBT),
         (OF_SGD, (300.0, 700.0), (), Flaw.NO_CURE),  # far from those before it, and farther later
     ],
 )

@@ -43,7 +43,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_falling = fall(losses) > (0.0 if usual.loss is not None and is_usual else losses[0] / 2)
     is_back = last <= first / 10  # almost all of the values
     is_most = least > NEARLY or (last > MOST and last > NEARLY * first and not is_falling)
-    is_still = is_standing and (cure.has_small_steps or last >= MOST)
+    is_still = is_standing and cure.has_small_steps
     has_doubled = not is_usual and abs(losses[-1]) > 2 * abs(losses[0])
     is_running_off = is_rising and (has_doubled or not is_back)
     if is_most or is_far or is_still or is_running_off:

@@ -254,9 +254,7 @@ def _parameter_in(value: Tensor) -> Tensor | None:
 
 
 FEW = 32
-"""The number of values below which a share says nothing, unless all of several are changed."""
-_ALL_OF_FEW = 0.5
-"""The share that stands for all of so few."""
+"""The number of values below which a share says nothing."""
 
 
 class _Changes:
@@ -269,10 +267,8 @@ class _Changes:
 
     @property
     def share(self) -> float:
-        """The share of values, of which there are not few, or a number that stands for all."""
-        if max(self._of, self._num_divisors) >= FEW:
-            return self.lost
-        return _ALL_OF_FEW if self.lost == 1 and self._num > 1 else 0.0
+        """The share of values, if they are not few."""
+        return self.lost if max(self._of, self._num_divisors) >= FEW else 0.0
 
     @property
     def lost(self) -> float:
