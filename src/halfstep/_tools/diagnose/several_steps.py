@@ -49,7 +49,8 @@ _LEAST_SIZE = 0.01
 class Usual:
     """What is known of the steps of a run before a bad one.
 
-    ``loss`` and ``size`` are the median of the last losses, and of their magnitudes.
+    ``loss`` and ``size`` are the median of the last losses, if they are three or more, and of their
+    magnitudes.
     """
 
     loss: float | None = None

@@ -122,7 +122,7 @@ class Growth:
         """
         is_alone = len({at for _, _, at in self._losses}) == 1
         last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
-        loss = median(last) if last else None
+        loss = median(last) if len(last) >= 3 else None
         size = median(map(abs, last)) if last else None
         inputs = cache(partial(standardise, calls, before))
         explain = partial(self.explain, step=step, calls=calls, inputs=inputs)

@@ -1,6 +1,6 @@
 # kind: a probability is rounded to 1 by bfloat16, where a square root has no slope
 # expect: range sqrt
-# cure: torch\.sqrt\(1 - p \+ 1e-0
+# cure: torch\.sqrt\(\(1 - p\)\.clamp_min\(1e-0
 # learns: losses[-1] < losses[0]
 import torch
 from torch import nn
