@@ -80,7 +80,7 @@ TOOLS: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_model_and_an_optimizer_take_arguments_of_any_name(tool):
-    assert {"module", "context", "function", "original"} <= set(NAMES)
+    assert {"module", "function", "original"} <= set(NAMES)
     model = Model()
     with TOOLS[tool](model):
         optimizer = Optimizer(model.parameters(), lr=0.1)
