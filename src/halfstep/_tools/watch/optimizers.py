@@ -6,9 +6,11 @@ import ast
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -61,20 +63,23 @@ Search = Literal["PyTorch's", "own"]
 
 
 def search_of(optimizer: Optimizer) -> Search | None:
-    """Return the line search that the calls of an optimizer's closure are, or None.
-
-    One of the user's has a loop that calls the closure and compares numbers.
-    """
+    """Return the line search that the calls of an optimizer's closure are, or None."""
     if any(group.get("line_search_fn") for group in _groups(optimizer)):
         return "PyTorch's"
-    code = inspect.unwrap(type(optimizer).step).__code__  # PyTorch has wrapped it
-    closure, root = code.co_varnames[1:2], tree_of(code.co_filename).root
-    for loop in ast.walk(root) if is_users(code.co_filename) else ():
+    step = inspect.unwrap(type(optimizer).step)  # PyTorch has wrapped it
+    return "own" if _has_search(step.__code__) else None
+
+
+@cache  # asked in each step with a closure
+def _has_search(code: CodeType) -> bool:
+    """Return whether a step of the user has a loop that calls its closure and compares numbers."""
+    closure, is_own = code.co_varnames[1:2], is_users(code.co_filename)
+    for loop in ast.walk(tree_of(code.co_filename).root) if is_own else ():
         nodes = [*ast.walk(loop)] if isinstance(loop, ast.For | ast.While) else []
         is_called = any(isinstance(n, ast.Call) and ast.unparse(n.func) in closure for n in nodes)
         if is_called and any(isinstance(node, _ORDERS) for node in nodes):
-            return "own"
-    return None
+            return True
+    return False
 
 
 def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis | None:

@@ -218,7 +218,7 @@ class Watch:
         self._live = LiveSearch(self.notes)
         log, last_model = self._capture.log, lambda: self._last_model
         self._earlier = Earlier(log, last_model, self._diagnosis_of)
-        self._carried = Carried(self._capture.log)
+        self._carried = Carried(log)
         self._growth = Growth(self._carried)
         self._steps = _StepCount()
         self._running = _WatchedStep()
