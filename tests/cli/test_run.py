@@ -92,7 +92,10 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
     ("arguments", "message"),
     [
         (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
-        (["--policy", "no-such.policy", "train.py"], "no-such.policy: No such file"),
+        (["--policy", "mul:fp32", "train.py"], "got 'mul:fp32'; did you mean 'standard; mul:"),
+        (["--policy", "standard; exp:leaf", "a.py"], "policy rule 'exp:leaf': unknown action"),
+        (["--policy", "mien.policy", "a.py"], "No such file or directory; did you mean 'mine."),
+        (["--policy", "wrong.policy", "a.py"], "wrong.policy: policy rule 'exp:leaf': unknown"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
         (["--guard", "1.0", "a.py"], "; if it is the value of --guard: --guard=1.0"),
         (["--amp", "fp16", "--guard", "train.py"], "leave --guard and --masters out, or use --amp"),
@@ -103,6 +106,8 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
 )
 def test_mistakes_are_one_line_before_the_script_starts(arguments, message, capsys, tmp_path):
     (tmp_path / "train.py").write_text("raise AssertionError('started')")
+    (tmp_path / "mine.policy").write_text("standard\n")
+    (tmp_path / "wrong.policy").write_text("standard\nexp:leaf\n")
     assert main(["run", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("halfstep run: ")

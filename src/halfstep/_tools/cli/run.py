@@ -21,9 +21,9 @@ from halfstep._tools.cli.exits import (
     options_of,
     reason,
 )
-from halfstep._tools.cli.policy import read_policy
 
 if TYPE_CHECKING:
+    from halfstep import Policy
     from halfstep._tools.run.session import Session
 
 HELP = "run a training script, unmodified, and record each step"
@@ -182,7 +182,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     # The script's own autocast computes as without halfstep, to the bit.
     default = preset("torch" if arguments.amp is None else "standard")
-    policy = default if arguments.policy is None else read_policy(arguments.policy)
+    policy = default if arguments.policy is None else _policy(arguments.policy)
     if not arguments.module:
         target = _command_in_python(target) or target
         try:
@@ -225,6 +225,21 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
+
+
+def _policy(text: str) -> Policy:
+    """Return the policy of a file, a preset, or a text."""
+    from halfstep import Policy
+
+    path = Path(text)
+    try:
+        if path.suffix == ".policy" or path.is_file():
+            return Policy.load(path)
+        return Policy.parse(text)
+    except OSError as error:
+        raise CommandError(f"{text}: {reason(error, path, '.policy')}") from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
