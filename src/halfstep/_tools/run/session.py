@@ -388,8 +388,7 @@ class Session:
 
     def _say_and_note(self, text: str) -> None:
         self._record.add_note(text)
-        if not (self._is_closed and self._options.is_quiet):  # no line at the end
-            self._say(text)
+        self._say(text)
 
     def _say_of_process(self, text: str) -> None:
         """Print a message that may differ between ranks, with the rank."""
