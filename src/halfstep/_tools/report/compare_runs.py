@@ -1,4 +1,4 @@
-"""Comparisons of runs: a verdict, numbers, layers and versions."""
+"""Comparisons of runs: a verdict, numbers and versions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any, Literal
 from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
 from halfstep._common.text import Code, Sentence, say
 from halfstep._common.text import names as names_in_text
-from halfstep._tools.record.run import Kind
-from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+from halfstep._tools.report.summary import NOTABLE, Summary
 
-MOST_LAYERS = 20
 ALIKE = 0.02
 """The relative difference up to which losses, times and lengths are about the same."""
 _SAME_LOSS = 2.0
@@ -43,9 +41,6 @@ class RunComparison:
     Attributes:
         names: A short name for each run.
         verdict: Which run is better, or why this is unknown.
-        layers: The layers that differ most in underflow, headroom or lost updates, at most 20, the
-            most different first; None for a run that lacks the layer.
-        only: For each run, the kind and name of the layers that no other run has.
         versions: The policy, versions, machine, command and so on that differ: name, and a text per
             run.
     """
@@ -54,8 +49,6 @@ class RunComparison:
     names: tuple[str, ...]
     verdict: Sentence
     entries: tuple[ComparedNumber, ...]
-    layers: tuple[tuple[Layer | None, ...], ...]
-    only: tuple[tuple[tuple[Kind, str], ...], ...]
     versions: tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -101,21 +94,12 @@ _NUMBERS = (
 
 def compare_runs(*runs: Summary) -> RunComparison:
     """Compare two or more runs; the first is the one of interest."""
-    by_run = [{(layer.kind, layer.name): layer for layer in run.layers} for run in runs]
-    keys = dict.fromkeys(key for layers in by_run for key in layers)
-    shared = [tuple(layers.get(key) for layers in by_run) for key in keys]
-    differing = sorted((row for row in shared if _distance(row)), key=_distance, reverse=True)
     names, why_not = _names(runs), tuple(_why_not(runs))
     return RunComparison(
         runs=runs,
         names=names,
         verdict=_verdict(runs, names, why_not),
         entries=tuple(_entries(runs, why_not)),
-        layers=tuple(differing[:MOST_LAYERS]),
-        only=tuple(
-            tuple(key for key in mine if not any(key in its for its in by_run if its is not mine))
-            for mine in by_run
-        ),
         versions=tuple(_versions(runs)),
     )
 
@@ -222,7 +206,7 @@ def _is_one_machine(runs: Sequence[Summary]) -> bool:
     return len({(header.device, header.machine, num) for header, num in headers}) == 1
 
 
-# --- numbers and layers ---------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
@@ -280,22 +264,6 @@ def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
     if text is power and second:
         return f"x {power(first / second)}"
     return ("+" if difference > 0 else "-" if difference < 0 else "") + text(abs(difference))
-
-
-def _distance(layers: Sequence[Layer | None]) -> float:
-    """Return how different a layer is; 1 % more lost, or 1 bit of headroom, counts as 1."""
-    known = [layer for layer in layers if layer is not None]
-    return max((_distance_of(known[0], other) for other in known[1:]), default=0.0)
-
-
-def _distance_of(first: Layer, second: Layer) -> float:
-    distance = 100 * abs(first.share_lost - second.share_lost)
-    if first.share_lost_updates is not None and second.share_lost_updates is not None:
-        distance += 100 * abs(first.share_lost_updates - second.share_lost_updates)
-    is_alike = first.format == second.format
-    if is_alike and first.headroom is not None and second.headroom is not None:
-        distance += abs(first.headroom - second.headroom)
-    return distance
 
 
 # --- versions -------------------------------------------------------------------------------------
