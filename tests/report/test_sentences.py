@@ -494,7 +494,7 @@ def test_each_skipped_step_is_counted_once_with_several_optimizers(tmp_path):
     last = [taken(n, 1.0) for n in range(4, 40)]
     path = records.write(tmp_path, [records.header(), *sum(pairs, ()), *last])
     steps = summarize(read_run(path)).steps
-    assert (steps.num_start_up, steps.num_after_growth, steps.num_skipped_later) == (3, 0, 0)
+    assert (len(steps.start_up), steps.after_growth, steps.num_skipped_later) == (3, (), 0)
 
 
 def test_ranks_are_put_together(tmp_path):

@@ -56,14 +56,13 @@ class RunComparison:
 class _Number:
     """A compared number: its name, its key in a summary, and its format as text.
 
-    A smaller number is better if ``of`` is health, or if it is loss or time and the runs are
-    comparable in this respect.
+    A smaller number is better if ``of`` is health, or if it is loss and the losses are comparable.
     """
 
     name: str
     key: str
     text: Callable[[Any], str]
-    of: Literal["", "health", "loss", "time"] = ""
+    of: Literal["", "health", "loss"] = ""
 
 
 _LOSSES = (
@@ -87,7 +86,7 @@ _NUMBERS = (
     _Number("of the worst parameter", "worst_share_lost", percent),
     _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent, "health"),
     _Number("of the worst weight", "worst_share_lost_updates", percent),
-    _Number("time per step", "facts.seconds_per_step", seconds, "time"),
+    _Number("time per step", "facts.seconds_per_step", seconds),
     _Number("duration", "facts.duration", seconds),
 )
 
@@ -145,8 +144,9 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
     else:
         have = "has" if len(best) == 1 else "have"
         said += [f" {have} a lower loss than ", *_listed([names[n] for n in others])]
-    values = listed([number(known[n]) for n in (*best, *others)])
-    return say("good", *said, f" ({values}, means of the last 20){_speed(runs, names)}.")
+    order = (*best, *others)
+    values, times = listed([number(known[n]) for n in order]), _times([runs[n] for n in order])
+    return say("good", *said, f" ({values}, means of the last 20){times}.")
 
 
 def _listed(names: Sequence[str]) -> Iterator[str | Code]:
@@ -176,34 +176,13 @@ def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
         yield f"the runs have {listed([count(run.steps.num) for run in runs])} steps"
 
 
-def _speed(runs: Sequence[Summary], names: Sequence[str]) -> str:
-    if not _is_one_machine(runs):
-        return "; their times cannot be compared"
-    times = [run.facts.seconds_per_step for run in runs]
-    known = [time for time in times if time]
-    if len(known) < len(runs):
-        return ""
-    if max(known) <= (1 + ALIKE) * min(known):
-        return "; their steps take as long"
-    fastest = times.index(min(known))
-    others = [n for n in range(len(runs)) if n != fastest]
-    spread = [run.facts.seconds_quartiles for run in runs]
-    took = listed([f"{seconds(times[n])}{_between(spread[n])}" for n in (fastest, *others)])
-    own, rest = spread[fastest], [spread[n] for n in others]
-    is_clear = own is not None and all(each is not None and each[0] > own[1] for each in rest)
-    if not is_clear:
-        order = listed([names[n] for n in (fastest, *others)])
-        return f"; the times of a step overlap ({order}: {took}, with quartiles)"
-    return f"; a step of {names[fastest]} was the fastest in these runs ({took}, with quartiles)"
-
-
-def _between(quartiles: tuple[float, float] | None) -> str:
-    return "" if quartiles is None else f" ({seconds(quartiles[0])} to {seconds(quartiles[1])})"
-
-
-def _is_one_machine(runs: Sequence[Summary]) -> bool:
+def _times(runs: Sequence[Summary]) -> str:
+    """Return how long a step took; which run is faster depends on how much that varies."""
+    times = [run.facts.seconds_per_step or 0.0 for run in runs]
     headers = [(run.facts.header, run.facts.world_size) for run in runs]
-    return len({(header.device, header.machine, num) for header, num in headers}) == 1
+    if len({(header.device, header.machine, num) for header, num in headers}) > 1:
+        return "; their times cannot be compared"
+    return f"; a step took {listed(list(map(seconds, times)))} (medians)" if all(times) else ""
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -212,12 +191,7 @@ def _is_one_machine(runs: Sequence[Summary]) -> bool:
 def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
     """Yield the numbers that any run has, with a loss per optimizer if these differ."""
     are_good = not any(map(_has_failed, runs))
-    can = {
-        "": False,
-        "health": True,
-        "loss": are_good and not why_not,
-        "time": are_good and _is_one_machine(runs),
-    }
+    can = {"": False, "health": True, "loss": are_good and not why_not}
     head, *rest = _NUMBERS
     yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
     optimizers = dict.fromkeys(loss.optimizer for run in runs for loss in run.losses)
@@ -286,7 +260,7 @@ def _facts(summary: Summary) -> dict[str, str]:
         "samples every": str(header.every),
         "lower precision": policy.dtype if policy else NONE,
         "policy": policy.text if policy else NONE,
-        "scaler": "yes" if summary.has_scaler else "no",
+        "scaler": "no" if summary.scale is None else "yes",
         "models": ", ".join(model.name for model in summary.models),
         "ended": facts.error or facts.state,
     }
