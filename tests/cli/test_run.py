@@ -36,25 +36,10 @@ def test_help(capsys):
         "--masters[=STORE]",
         "--guard[=MAX_NORM]",
         "--guard-ranks {alone,together}",
-        "--sink",
         "torchrun",
         "default: 50",
     ):
         assert word in out
-
-
-def test_a_sink_whose_package_is_missing(tmp_path, capsys, monkeypatch):
-    (tmp_path / "wandb").mkdir()  # W&B makes it, and Python takes it for a package
-    monkeypatch.syspath_prepend(tmp_path)
-    if getattr(find_spec("wandb"), "origin", None):
-        pytest.skip("W&B is installed")
-    (tmp_path / "train.py").write_text("print('ran')")
-    assert main(["run", "--sink", "wandb", "train.py"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "--sink wandb needs the package wandb, which is not installed" in captured.err
-    assert "pip install wandb" in captured.err
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["-q"], ["-m"], ["--"]])
@@ -66,6 +51,7 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--sink", "wandb", "train.py"], "unrecognized arguments: --sink"),
         (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
         (["--pol", "fp32", "train.py"], "unrecognized arguments: --pol; did you mean"),
         (["--every", "-1", "train.py"], "argument --every: '-1' is not a number of steps"),
