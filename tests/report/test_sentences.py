@@ -570,6 +570,16 @@ def test_what_ran_in_no_lower_precision_is_not_told_to_run_in_float32(tmp_path, 
     assert [any(words in each.text for each in found) for found in texts] == [True, False]
 
 
+def test_a_forward_pass_outside_of_autocast_is_the_first_sentence(tmp_path):
+    summary = summarize(read_run(records.healthy(tmp_path)))
+    first, *_ = sentences(replace(summary, products={"float32": 3}))
+    assert first.severity == "warning"
+    assert first.text.startswith(
+        "No product with gradients ran in a lower precision (products: float32), although autocast "
+        "was on"
+    )
+
+
 def test_cures_of_what_run_scales_name_no_scaler(tmp_path):
     header = records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py"))
     found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), header=header)
