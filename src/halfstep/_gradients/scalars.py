@@ -141,8 +141,8 @@ def as_tensor(value: Scalar, device: torch.device) -> Tensor:
 
 def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a float32 scalar on ``device``: 1 if any of ``found`` (each 1 or 0) is 1, else 0."""
-    first, *others = (to_device(found_inf, device) for found_inf in found)
-    return torch.stack([first, *others]).amax() if others else first
+    flags = [to_device(flag, device) for flag in found]
+    return torch.stack(flags).amax() if len(flags) > 1 else flags[0]
 
 
 def combine(found: Iterable[Tensor], device: torch.device) -> Scalar:

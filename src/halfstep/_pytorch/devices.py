@@ -117,6 +117,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Sync: none; one to the CPU, or from it to a device that may read the host's memory later.
     """
+    if tensor.device == device:
+        return tensor
     # A non-blocking copy to the CPU could be read before it has arrived.
     is_to_cpu = device.type == "cpu"
     is_safe = not tensor.is_cpu or facts(device.type).reads_at_once

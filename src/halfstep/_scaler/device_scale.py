@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,8 +40,7 @@ class Number(NamedTuple):
     growth_tracker: int
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """The move of a scale on a device: PyTorch's kernel, and a floor.
 
     It is torch.amp's schedule. What it does not know, the host corrects once the flags have
@@ -215,7 +213,7 @@ class DeviceScale(LossScale):
 
     def snapshot(self) -> Snapshot:
         """Return the current state, to be read later. Sync: none."""
-        return self._under_way[-1] if self._under_way else super().snapshot()
+        return self._under_way[-1] if self._under_way else (self._state, self._num_counted)
 
     @property
     def growth_tracker(self) -> Tensor:
@@ -273,18 +271,21 @@ class DeviceScale(LossScale):
 
     def follow_device(self, most_left: int = 0) -> None:
         """Let the state follow the updates that are under way, but for the newest ones."""
-        skipped_before = self.state.skipped_in_a_row
         if len(self._under_way) <= most_left:
             return
+        state, number = self.state, self._number
+        skipped_before = state.skipped_in_a_row
         while len(self._under_way) > most_left:
             update = self._under_way.popleft()
-            before, self.state, self._number = update.follow(self.state, self._number)
-            update.known = before, self.state
-        self.is_quiet = skipped_before == self.state.skipped_in_a_row == 0
-        if self._number.scale != self.state.scale:
+            before, state, number = update.follow(state, number)
+            update.known = before, state
+        self.is_quiet = skipped_before == state.skipped_in_a_row == 0
+        is_other = number.scale != state.scale
+        if self._under_way and not is_other:  # the device counts on
+            state = changed(state, growth_tracker=number.growth_tracker)
+        self.state, self._number = state, number
+        if is_other:
             self._show()
-        elif self._under_way:  # the device counts on
-            self.state = changed(self.state, growth_tracker=self._number.growth_tracker)
 
     # --- what existing code, or a CUDA graph, has written -----------------------------------------
 

@@ -25,7 +25,7 @@ from halfstep._gradients.scalars import (
     reciprocal,
     zero_if_finite,
 )
-from halfstep._pytorch.amp import increment_version
+from halfstep._pytorch.amp import increment_version, set_grad_enabled
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 from halfstep._scaler.scale_state import (
@@ -147,7 +147,8 @@ class LossScale:
         # torch.compile cannot trace is_jit_tracing(), nor is_inside_functorch() under
         # torch.func.grad.
         if is_traced:
-            self.see_loss(loss)
+            with torch.no_grad():
+                self.see_loss(loss)
         elif (  # can it be read without a sync, and without being recorded?
             self.is_here
             and type(loss) is Tensor
@@ -173,19 +174,26 @@ class LossScale:
             loss = loss.float()
         return loss * scale
 
-    @torch.no_grad()
     def see_loss(self, loss: Tensor) -> None:
         """Record whether all entries of a loss are finite, until the next update. Sync: none."""
-        zero = zero_if_finite(loss)
-        if zero is None:
-            return
-        zero = to_device(zero.float(), self.device)
-        self._loss_is_finite = None
-        if torch.compiler.is_compiling():  # a graph cannot leave a tensor of its own behind
-            self.bad_loss.copy_(self.bad_loss + zero if self.has_loss else zero)
-        else:
-            self.bad_loss = self.bad_loss + zero if self.has_loss else zero
-        self.has_loss = True
+        was_grad_enabled = torch.is_grad_enabled()
+        if was_grad_enabled:
+            set_grad_enabled(False)
+        try:
+            zero = zero_if_finite(loss)
+            if zero is None:
+                return
+            zero = to_device(zero.float(), self.device)
+            self._loss_is_finite = None
+            bad_loss = self.bad_loss + zero if self.has_loss else zero
+            if torch.compiler.is_compiling():  # a graph cannot leave a tensor of its own behind
+                self.bad_loss.copy_(bad_loss)
+            else:
+                self.bad_loss = bad_loss
+            self.has_loss = True
+        finally:
+            if was_grad_enabled:
+                set_grad_enabled(True)
 
     def loss_is_finite(self) -> bool:
         """Return whether all losses of this iteration were finite. Sync: one unless it is known."""
