@@ -308,6 +308,12 @@ RUNS = {
     "weights that fp16 cannot hold": run(
         sample(40, [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))])
     ),
+    "five weights that fp16 cannot hold": run(
+        sample(
+            40,
+            [tensor("parameter", f"{n}.weight", counted({20 + n % 3: 1, 0: 7})) for n in range(5)],
+        )
+    ),
     "a rule that never acted": run(records.note(100, IDLE)),
     **{
         f"{share:.1%} of the updates lost": partial(records.losing_updates, lost=share)
