@@ -39,7 +39,7 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     last = f", the last at {seconds(facts.duration)}" if summary.steps.num else ""
     when = f"after {things(summary.steps.num, 'step')}{last}"
     if facts.error == "KeyboardInterrupt":
-        yield say("notice", f"The run was interrupted by hand {when}.")
+        yield say("notice", f"The run was interrupted (Ctrl-C, or a SIGINT) {when}.")
     elif facts.error is not None:
         failed = () if facts.error_rank is None else (facts.error_rank,)
         what = f"The run ended {when}, with an error{on_ranks(failed, facts)}: "
