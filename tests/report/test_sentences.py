@@ -305,6 +305,16 @@ RUNS = {
             ],
         )
     ),
+    "one of two optimizers is skipped": short(
+        *(
+            each
+            for n in range(1, 31)
+            for each in (
+                taken(n, 2.0**-n),
+                skip(n, 2.0**-n, optimizer="SGD") if n > 18 else taken(n, 2.0**-n, optimizer="SGD"),
+            )
+        )
+    ),
     "weights that fp16 cannot hold": run(
         sample(40, [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))])
     ),

@@ -179,7 +179,7 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     # What these would do with finite inputs is not known: a replay finds it.
     are_bad = any(x.inf or x.nan for x in later)
     more = " Later modules had inf or NaN too, and may overflow next." if are_bad else ""
-    return (" The outputs of ", Code(overflowed.name), " overflowed", *keep, f".{more}")
+    return (" The outputs of ", Code(overflowed.name), " had inf", *keep, f".{more}")
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
@@ -203,7 +203,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
     left_out = steps.reasons.get("left out by the script", 0)
     if steps.num_skipped_later > left_out:
         yield _skipped(summary, steps)
-    if steps.num and not steps.num_taken and not steps.num_skipped_later:
+    if steps.num and not (steps.num_taken or steps.partly or steps.num_skipped_later):
         yield say(
             "warning",
             "No recorded step was taken: the scale was still coming down, as it does at the start.",
@@ -274,11 +274,14 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
         what += f", up to {count(steps.longest_in_a_row)} in a row"
     if steps.num_by_scaling:
         what += f", besides {count(steps.num_by_scaling)} {_by_scaling(steps)}"
+    if partly := set(later).intersection(steps.partly):
+        what += f"; another optimizer took {count(len(partly))} of them"
     parts = [what, *_began(summary, later), "."]
     if steps.skipped_at_end >= ENDLESS:
+        last = steps.skipped[-steps.skipped_at_end :]
+        end = ", and nothing was learned in them" if partly.isdisjoint(last) else ""
         parts.append(
-            f" The skips do not end: the last {count(steps.skipped_at_end)} steps were all "
-            "skipped, and nothing was learned in them."
+            f" The skips do not end: the last {count(len(last))} steps were all skipped{end}."
         )
     has_other_cause = (
         _explained(summary).issuperset(later)
@@ -357,8 +360,8 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     is_possible = gradients is None or not gradients.window.is_empty
     yield " What helps:"
     overflowed_at = None if scale is None else scale.overflowed_at
-    if overflowed_at is not None and overflowed_at <= 1:
-        yield f" {_AVERAGE}"
+    if overflowed_at is not None and overflowed_at <= 1 and steps.skipped_at_end < ENDLESS:
+        yield f" {_AVERAGE}"  # which is a smaller scale, and one was small enough
     if is_possible and overflowed_at is not None and overflowed_at > 1:
         if not is_scaled_by_run(summary.facts):
             below = power_below(overflowed_at)
