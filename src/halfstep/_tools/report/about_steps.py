@@ -377,7 +377,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
-    """Yield a sentence if the scale fell until it was useless, or is not needed at all."""
+    """Yield a sentence if the scale ended where it was useless, or is not needed at all."""
     scale = summary.scale
     if scale is None or not is_scaled(summary):
         return
@@ -396,8 +396,8 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
     elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just before a trial
         yield say(
             "bad",
-            f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
-            "no gradient from underflow.",
+            f"The scale began at {power(scale.first)} and ended at {power(scale.last)}, where it "
+            "protects no gradient from underflow.",
             cure=(
                 f" What helps: {_AVERAGE} check where the skips began, keep that module in "
                 "float32, or",

@@ -65,10 +65,10 @@ class ScriptState:
         return self.is_on and not is_replaying()
 
     def switch_off(self, reason: str) -> None:
-        """Add nothing to the script from now on, and print why."""
+        """Add no autocast and no scale to the script from now on, and print why."""
         if self.is_on:
             self.is_on = False
-            self._say(f"{reason}; nothing is added to it")
+            self._say(f"{reason}; no autocast and no scale are added to it")
 
     def note_by_hand(self) -> None:
         """Run models in float32 until there is an optimizer; print the reason once."""

@@ -526,9 +526,9 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         does = _prevents(skips, "skips steps with inf or NaN gradients")
         yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
-        fell = f"from {power(seen.first_scale)} to {power(seen.scale)}"
+        began = f"the scale began at {power(seen.first_scale)} and ended at {power(seen.scale)}"
         does = _prevents(guard, "brings it back once gradients are finite at a larger one")
-        yield f"the scale fell {fell}{does}"
+        yield f"{began}{does}"
 
 
 def _prevents(option: str, does: str = "prevents that") -> str:
