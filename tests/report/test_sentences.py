@@ -29,7 +29,13 @@ from halfstep._common.text import Code, names, say
 from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
-from halfstep._tools.record.run import HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP
+from halfstep._tools.record.run import (
+    HOOKS_AND_SCALE,
+    OWN_PRECISION,
+    PAST_THE_SCALER,
+    TORCH_SCALER,
+    WRONG_STEP,
+)
 from halfstep._tools.report.about_steps import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences, summary_row
@@ -592,3 +598,12 @@ def test_cures_of_what_run_scales_name_no_scaler(tmp_path):
     given = {code for each in found for code in codes(each)}
     assert "halfstep run --amp=bf16 train.py" in given
     assert not any("GradScaler" in code for code in given)
+
+
+def test_cures_of_a_script_that_keeps_its_precision_are_not_options_of_amp(tmp_path):
+    header = records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py"))
+    own = records.note(1, f"--amp fp16: {OWN_PRECISION} GradScaler")
+    found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), own, header=header)
+    given = {code for each in found for code in codes(each)}
+    assert "halfstep.GradScaler(max_scale=2.0**9)" in given
+    assert not any("--amp=bf16" in code for code in given)

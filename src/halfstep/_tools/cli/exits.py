@@ -30,10 +30,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def near(path: Path, suffix: str = "") -> str:
-    """Return ``"; did you mean 'train.py'?"``, the path most similar to a missing one.
-
-    Without a suffix it is a folder.
-    """
+    """Return ``"; did you mean 'train.py'?"``, the most similar path; without suffix, a folder."""
     if not path.parent.is_dir():
         return near(path.parent)
     try:

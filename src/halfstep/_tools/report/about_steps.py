@@ -20,7 +20,7 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, names, say
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts, predicate, shown
-from halfstep._tools.record.run import NO_STEP, options_in, with_options
+from halfstep._tools.record.run import NO_STEP, OWN_PRECISION, options_in, with_options
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, BadPlace, Curve, Facts, Origin, StepCounts, Summary
 from halfstep._tools.watch.skips import ENDLESS, MANY
@@ -329,10 +329,8 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
             yield f"; inf or NaN was met{where}"
         return
     origin, num = known[0]
-    if num < len(later):
-        yield f"; {count(num)} of them began in "
-    else:
-        yield "; all began in " if num > 1 else "; it began in "
+    which = f"in {count(num) if num < len(later) else 'all'} of them " if len(later) > 1 else ""
+    yield f"; {which}inf or NaN came first in the gradients of "
     yield Code(origin.module or "(the model)")
     where = on_ranks(origin.ranks, summary.facts)
     if where:
@@ -340,7 +338,7 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         yield from names(origin.parameters[:2])  # of a list that may be cut
         yield ")"
     if len(known) > 1:
-        yield ", others in "
+        yield ", in others in those of "
         yield from names(str(other.module) for other, _ in known[1:])
 
 
@@ -363,7 +361,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     if overflowed_at is not None and overflowed_at <= 1 and steps.skipped_at_end < ENDLESS:
         yield f" {_AVERAGE}"  # which is a smaller scale, and one was small enough
     if is_possible and overflowed_at is not None and overflowed_at > 1:
-        if not is_scaled_by_run(summary.facts):
+        if not is_scaled_by_run(summary):
             below = power_below(overflowed_at)
             first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
             yield " stay below the scales that overflow, "
@@ -373,7 +371,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         yield " keep that module in float32, "
         yield call
         yield ", or"
-    yield from in_bf16(summary.facts)
+    yield from in_bf16(summary)
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
@@ -382,17 +380,8 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
     if scale is None or not is_scaled(summary):
         return
     if summary.lower == "bf16" and summary.policies:
-        yield say(
-            "notice",
-            "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler. ",
-            *(
-                ("Run ", again(summary.facts, "--amp=bf16"))
-                if is_scaled_by_run(summary.facts)
-                else ("Leave it out, or give it ", Code("enabled=False"))
-            ),
-            ".",
-            evidence="policy",
-        )
+        said = "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler."
+        yield say("notice", said, evidence="policy")
     elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just before a trial
         yield say(
             "bad",
@@ -401,7 +390,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             cure=(
                 f" What helps: {_AVERAGE} check where the skips began, keep that module in "
                 "float32, or",
-                *in_bf16(summary.facts),
+                *in_bf16(summary),
                 *_guarded(summary.facts, "brings it back once a larger one is usable"),
             ),
             evidence="steps",
@@ -555,21 +544,26 @@ def again(facts: Facts, option: str) -> Code:
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    if not facts.header.run_as or is_scaled_by_run(facts):
+    if not facts.header.run_as or _has_fp16(facts):
         return False
     return option not in {word.partition("=")[0] for word in options_in(facts.header.run_as)}
 
 
-def is_scaled_by_run(facts: Facts) -> bool:
+def is_scaled_by_run(summary: Summary) -> bool:
     """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
+    is_own = any(OWN_PRECISION in note.text for note in summary.notes)
+    return _has_fp16(summary.facts) and not is_own
+
+
+def _has_fp16(facts: Facts) -> bool:
     return bool(facts.header.run_as) and "--amp=fp16" in options_in(facts.header.run_as)
 
 
-def in_bf16(facts: Facts) -> tuple[str | Code, ...]:
+def in_bf16(summary: Summary) -> tuple[str | Code, ...]:
     """Return the advice to use bf16, the end of a sentence: an option if ``run`` chose fp16."""
     advice = " use bf16 where the device has it"
-    if is_scaled_by_run(facts):
-        return f"{advice}, ", again(facts, "--amp=bf16"), "."
+    if is_scaled_by_run(summary):
+        return f"{advice}, ", again(summary.facts, "--amp=bf16"), "."
     return (f"{advice}.",)
 
 

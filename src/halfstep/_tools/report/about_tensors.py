@@ -153,7 +153,7 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
         return "", ()
     best, window = gradients.best, gradients.window
     call: tuple[str | Code, ...] = ()
-    if not is_scaled_by_run(summary.facts):
+    if not is_scaled_by_run(summary):
         call = (" ", Code(f"halfstep.GradScaler(init_scale={literal(best)})"), ".")
     if not window.is_empty and not window.is_at_least:
         top = window.largest
@@ -183,7 +183,7 @@ def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
     known = known_origins(summary, summary.steps.skipped)
     where = str(known[0][0].module) if known else worst.name.rpartition(".")[0]
     call = island(where, summary)
-    bf16 = in_bf16(summary.facts) if summary.lower == "fp16" else ()
+    bf16 = in_bf16(summary) if summary.lower == "fp16" else ()
     if call is None:
         return (" What helps:", *bf16) if bf16 else ()
     overflow = ", where larger scales overflow," if known else ""

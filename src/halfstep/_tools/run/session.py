@@ -40,6 +40,7 @@ from halfstep._tools.record.files import (
 from halfstep._tools.record.run import (
     CLIPPED_EARLY,
     NO_STEP,
+    OWN_PRECISION,
     WRONG_STEP,
     Seen,
     dtypes_text,
@@ -178,6 +179,7 @@ class Session:
         self._watch: Watch | None = None
         self._policy_use: PolicyUse | None = None
         self._is_policy_checked = False
+        self._keeps_own = False  # --amp lowers nothing, since the script does
         self._rules: dict[str, None] = {}  # of the cures so far: one command has them all
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
@@ -269,7 +271,7 @@ class Session:
         if amp is not None:
             amp_context = mixed_precision(
                 amp,
-                self._say,
+                self._say_of_amp,
                 policy=policy,
                 products=lambda: self._record.seen.products,
                 has_others=lambda: bool(self._records_of_others()),
@@ -294,7 +296,8 @@ class Session:
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
-        diagnosis = _by_option(diagnosis, self._options, self._rules)
+        options = replace(self._options, amp=None) if self._keeps_own else self._options
+        diagnosis = _by_option(diagnosis, options, self._rules)
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_process(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
@@ -390,6 +393,12 @@ class Session:
         self._record.add_note(text)
         if not (self._is_closed and self._options.is_quiet):  # no line at the end
             self._say(text)
+
+    def _say_of_amp(self, text: str) -> None:
+        if OWN_PRECISION in text:
+            self._keeps_own = True
+            self._record.add_note(text)
+        self._say(text)
 
     def _say_of_process(self, text: str) -> None:
         """Print a message that may differ between ranks, with the rank."""
