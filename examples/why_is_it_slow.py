@@ -65,7 +65,7 @@ def main() -> None:
         if step == 1 or step % max(1, steps // 5) == 0:
             print(f"step {step:4}  loss {loss.item():.5f}")
 
-    moved = [sum(row["cast_bytes"] for row in t.rows()) for t in traces]
+    moved = [sum(row.cast_bytes for row in t.ops) for t in traces]
     print(f"result: casts move {moved[0]:,} bytes in step 1 and {moved[-1]:,} with {policy!r}")
 
 

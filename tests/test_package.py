@@ -67,7 +67,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     ("command", "says"),
     [
         ("--version", f"halfstep {halfstep.__version__}"),
-        ("policy show standard", "lower, cast to the lower precision"),
+        ("doctor --explain half-parameters", "halfstep.master_weights"),
         ("report {record}", "report.html"),
     ],
 )

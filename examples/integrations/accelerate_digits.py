@@ -46,7 +46,7 @@ def main() -> None:
     scaler = use_scaler(accelerator)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    record = halfstep.record(arguments.record, scaler=scaler)
+    record = halfstep.record(arguments.record)
     with halfstep.use_policy("standard; @2:fp32", module=model), record as run:
         while run.num_steps < arguments.steps:
             for batch, target in loader:

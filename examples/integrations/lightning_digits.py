@@ -78,7 +78,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    record = halfstep.record(arguments.record, model=model, scaler=plugin.scaler)
+    record = halfstep.record(arguments.record, model=model)
     diagnose = halfstep.diagnose(plugin.scaler, model=model, tell=lambda found, step: print(found))
     with record, diagnose:
         trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True))

@@ -71,7 +71,7 @@ def main() -> None:
     )
     scaler = use_scaler(trainer.accelerator)
     policy = halfstep.use_policy("standard; @net.2:fp32", module=model)
-    with policy, halfstep.record(arguments.record, scaler=scaler):
+    with policy, halfstep.record(arguments.record):
         trainer.train()
 
     counts = scaler.counts()

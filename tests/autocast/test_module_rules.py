@@ -309,7 +309,7 @@ def test_a_trace_names_the_rule() -> None:
     model = Model()
     with halfstep.trace(model) as t:
         softmax_dtypes(MIXED, model)
-    rules = {row["module"]: row["rule"] for row in t.rows() if row["op"] == "_softmax"}
+    rules = {row.module: row.rule for row in t.ops if row.op == "_softmax"}
     assert rules == {
         "blocks.0": "softmax:fp32-dtype",
         "blocks.1": "softmax@blocks.1:lower",

@@ -348,3 +348,14 @@ def test_explain_names_the_rule_that_decides() -> None:
     assert str(preset("fp32").explain("mm.default")) == "mm.default\n  leave: no rule is about it"
     with pytest.raises(ValueError, match="no op 'sofmax'; did you mean 'softmax'"):
         policy.explain("sofmax")
+
+
+def test_rules_by_action() -> None:
+    """One that a later rule replaces is left out."""
+    policy = Policy.parse("fp32; exp,log[fp16]:fp32; log:lower; exp@a:lower; @head:fp32; sin:lower")
+    assert policy.by_action() == {
+        "[fp16]:fp32, cast to float32": ["exp"],
+        "lower, cast to the lower precision": ["log", "sin"],
+        "@a:lower, cast to the lower precision": ["exp"],
+        "@head:fp32, cast to float32": ["the module as a whole"],
+    }

@@ -253,9 +253,9 @@ def test_a_trace_names_the_rule() -> None:
     text = "standard; linear@lm_head:fp32-out"
     with halfstep.trace(model) as trace, autocast(DEVICE, BF16, policy=text, module=model):
         model(torch.arange(5))
-    rows = [row for row in trace.rows() if row["module"] == "lm_head"]
-    assert {row["rule"] for row in rows} == {"linear@lm_head:fp32-out"}
-    assert [(row["compute_dtype"], row["output_dtype"]) for row in rows] == [("float32", "float32")]
+    rows = [row for row in trace.ops if row.module == "lm_head"]
+    assert {row.rule for row in rows} == {"linear@lm_head:fp32-out"}
+    assert [(row.compute, row.output) for row in rows] == [("float32", "float32")]
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -130,11 +130,11 @@ def rows_of(model: nn.Module) -> list[tuple[str, ...]]:
             loss = F.cross_entropy(model(x).float(), target)
         loss.backward()
     ours = ("native_layer_norm", "addmm", "gelu", "mm", "gelu_backward")
-    told = ("phase", "module", "op", "compute_dtype", "rule")
+    told = ("phase", "module", "op", "compute", "rule")
     return sorted(
-        tuple(str(row[key]).removeprefix("module.") for key in told)
-        for row in trace.rows()
-        if row["op"] in ours
+        tuple(str(getattr(row, key)).removeprefix("module.") for key in told)
+        for row in trace.ops
+        if row.op in ours
     )
 
 

@@ -90,7 +90,7 @@ def one_step(rank: int, way: str) -> dict[str, Any]:
         loss = F.cross_entropy(logits.float(), target)
         loss.backward()
     grads = {name: param.grad.full_tensor() for name, param in module.named_parameters()}
-    dtypes = {str(row["op"]): row["compute_dtype"] for row in trace.rows()}
+    dtypes = {row.op: row.compute for row in trace.ops}
     return {
         "values": {"loss": loss.detach(), **grads},
         "gathers": gathers.sizes,
@@ -142,5 +142,5 @@ def norm_under_a_rule(rank: int, way: str) -> tuple[str, Tensor]:
         halfstep.autocast(DEVICE, policy="standard; layer_norm:fp32"),
     ):
         module(data_of(0)[0][0])
-    dtypes = {row["op"]: row["compute_dtype"] for row in trace.rows()}
+    dtypes = {row.op: row.compute for row in trace.ops}
     return dtypes["native_layer_norm"], read[0]

@@ -266,9 +266,9 @@ def rows_of(model: nn.Module) -> set[tuple[str, ...]]:
         loss.backward()
     ours = ("native_layer_norm", "addmm", "gelu", "mm", "gelu_backward")
     return {
-        (row["phase"], row["module"], row["op"], row["compute_dtype"], str(row["rule"]))
-        for row in trace.rows()
-        if row["op"] in ours
+        (row.phase, row.module, row.op, row.compute, str(row.rule))
+        for row in trace.ops
+        if row.op in ours
     }
 
 

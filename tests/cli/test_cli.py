@@ -37,7 +37,7 @@ def test_help(arguments, words, capsys):
     assert all(word in out for word in words)
 
 
-@pytest.mark.parametrize("command", ["", "run", "report", "policy show", "help"])
+@pytest.mark.parametrize("command", ["", "run", "report", "help"])
 def test_help_is_a_command_too(command, capsys):
     for words in ([*command.split(), "--help"], ["help", *command.split()]):
         with pytest.raises(SystemExit) as ended:
@@ -52,7 +52,8 @@ def test_help_is_a_command_too(command, capsys):
     [
         (["help", "reprot"], "'reprot': choose one of run, report, "),
         (["report", "a", "b"], "arguments: b; to compare them: halfstep report a --against b"),
-        (["policy"], "are required: show"),
+        (["policy", "show", "standard"], "print(halfstep.preset('standard').by_action())"),
+        (["diagnose", "train.py"], "; did you mean 'halfstep run --diagnose'?\n"),
         (["tune", "train.py:make"], "tune is a function: print(halfstep.tune(model, batches, loss"),
     ],
 )
@@ -63,9 +64,7 @@ def test_what_is_no_command_is_an_error_with_the_cure(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", ["", "run", "report", "check", "doctor", "policy", "policy show"]
-)
+@pytest.mark.parametrize("command", ["", "run", "report", "check", "doctor"])
 def test_a_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -78,7 +77,7 @@ def test_without_a_command_it_shows_the_help(capsys):
     assert "commands:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run x", "report {record}", "doctor x", "policy show x"])
+@pytest.mark.parametrize("command", ["run x", "report {record}", "doctor x"])
 def test_ctrl_c_while_pytorch_is_imported(command, tmp_path):
     """No traceback, and 130; ``run`` ends by the signal, as its script would."""
     record = records.with_skips(tmp_path / "record")  # with a cure, which PyTorch checks

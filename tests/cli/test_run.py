@@ -36,25 +36,10 @@ def test_help(capsys):
         "--masters[=STORE]",
         "--guard[=MAX_NORM]",
         "--guard-ranks {alone,together}",
-        "--sink",
         "torchrun",
         "default: 50",
     ):
         assert word in out
-
-
-def test_a_sink_whose_package_is_missing(tmp_path, capsys, monkeypatch):
-    (tmp_path / "wandb").mkdir()  # W&B makes it, and Python takes it for a package
-    monkeypatch.syspath_prepend(tmp_path)
-    if getattr(find_spec("wandb"), "origin", None):
-        pytest.skip("W&B is installed")
-    (tmp_path / "train.py").write_text("print('ran')")
-    assert main(["run", "--sink", "wandb", "train.py"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "--sink wandb needs the package wandb, which is not installed" in captured.err
-    assert "pip install wandb" in captured.err
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["-q"], ["-m"], ["--"]])
@@ -66,6 +51,7 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--sink", "wandb", "train.py"], "unrecognized arguments: --sink"),
         (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
         (["--pol", "fp32", "train.py"], "unrecognized arguments: --pol; did you mean"),
         (["--every", "-1", "train.py"], "argument --every: '-1' is not a number of steps"),
@@ -92,7 +78,10 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
     ("arguments", "message"),
     [
         (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
-        (["--policy", "no-such.policy", "train.py"], "no-such.policy: No such file"),
+        (["--policy", "mul:fp32", "train.py"], "got 'mul:fp32'; did you mean 'standard; mul:"),
+        (["--policy", "standard; exp:leaf", "a.py"], "policy rule 'exp:leaf': unknown action"),
+        (["--policy", "mien.policy", "a.py"], "No such file or directory; did you mean 'mine."),
+        (["--policy", "wrong.policy", "a.py"], "wrong.policy: policy rule 'exp:leaf': unknown"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
         (["--guard", "1.0", "a.py"], "; if it is the value of --guard: --guard=1.0"),
         (["--amp", "fp16", "--guard", "train.py"], "leave --guard and --masters out, or use --amp"),
@@ -103,6 +92,8 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
 )
 def test_mistakes_are_one_line_before_the_script_starts(arguments, message, capsys, tmp_path):
     (tmp_path / "train.py").write_text("raise AssertionError('started')")
+    (tmp_path / "mine.policy").write_text("standard\n")
+    (tmp_path / "wrong.policy").write_text("standard\nexp:leaf\n")
     assert main(["run", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("halfstep run: ")

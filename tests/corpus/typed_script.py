@@ -79,7 +79,7 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
     scaler: GradScaler = halfstep.GradScaler("cpu", schedule=schedules[0])
     policy: halfstep.Policy = halfstep.preset("standard")
     rule = halfstep.Rule("softmax", "lower", dtype=torch.bfloat16)
-    with halfstep.record(folder, model, scaler):
+    with halfstep.record(folder, model):
         for batch in batches:
             with halfstep.autocast("cpu", torch.float16, policy=policy):
                 loss = loss_of(model, batch)

@@ -489,7 +489,7 @@ def test_is_recorded_and_diagnosed(precision: Any, tmp_path: Path) -> None:
     plugin, module = HalfstepPrecision(precision), Module()
     scaler = plugin.scaler or halfstep.GradScaler(enabled=False)
     with (
-        halfstep.record(tmp_path / "run", model=module, scaler=plugin.scaler),
+        halfstep.record(tmp_path / "run", model=module),
         halfstep.diagnose(scaler, model=module),
         pytest.warns(DiagnosisWarning, match="step 3 went bad"),
     ):

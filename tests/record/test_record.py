@@ -104,7 +104,7 @@ def test_everything_is_put_back_after_an_error(tmp_path: Path) -> None:
 
 def test_steps_are_those_of_the_scaler(tmp_path: Path) -> None:
     model, scaler = net_and_scaler(2.0**30)
-    with halfstep.record(tmp_path, scaler=scaler, every=0) as record:
+    with halfstep.record(tmp_path, every=0) as record:
         losses = train(model, 20, scaler=scaler, max_norm=1.0)
     run, history = read_run(tmp_path), scaler.history()
     assert record.num_steps == len(run.steps) == 20
@@ -143,7 +143,7 @@ def test_the_norm_is_that_of_clipping_whoever_clips(tmp_path: Path) -> None:
 def test_two_optimizers_that_skip_together_are_one_skipped_step(tmp_path: Path) -> None:
     model, scaler = Net(), halfstep.GradScaler()
     optimizers = [torch.optim.SGD([param], lr=0.1) for param in model.parameters()]
-    with halfstep.record(tmp_path, scaler=scaler, every=0) as record:
+    with halfstep.record(tmp_path, every=0) as record:
         for value in (1.0, math.inf):
             for param in model.parameters():
                 param.grad = torch.full_like(param, value)
@@ -170,7 +170,7 @@ def test_without_a_scaler_each_step_of_an_optimizer_counts(tmp_path: Path) -> No
 
 def test_a_disabled_scaler_is_none(tmp_path: Path) -> None:
     scaler = halfstep.GradScaler(enabled=False)
-    with halfstep.record(tmp_path, scaler=scaler):
+    with halfstep.record(tmp_path):
         losses = train(Net(), 3, dtype=torch.bfloat16, scaler=scaler)
     steps = read_run(tmp_path).steps
     assert [step.loss for step in steps] == pytest.approx(losses)
@@ -208,14 +208,6 @@ def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_pat
     (step,) = read_run(tmp_path).steps
     assert len(seen) > 1
     assert step.loss == pytest.approx(seen[-1])
-
-
-def test_only_the_given_scaler_counts(tmp_path: Path) -> None:
-    (model, scaler), (other, others_scaler) = net_and_scaler(), net_and_scaler()
-    with halfstep.record(tmp_path, scaler=scaler):
-        train(other, 3, scaler=others_scaler)
-        train(model, 2, scaler=scaler)
-    assert len(read_run(tmp_path).steps) == 2
 
 
 # --- skipped steps --------------------------------------------------------------------------------
@@ -693,10 +685,9 @@ def test_a_second_segment_with_a_good_checkpoint_begins_with_good_buffers(tmp_pa
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"record\(model=str\): pass a torch.nn.Module"):
         halfstep.record(tmp_path, model="net")
-    with pytest.raises(TypeError, match=r"torch.amp.grad_scaler.GradScaler.*halfstep.GradScaler"):
-        halfstep.record(tmp_path, scaler=torch.amp.GradScaler(DEVICE))
-    with pytest.raises(ValueError, match=r"every=-1"):
-        halfstep.record(tmp_path, every=-1)
+    for every in (-1, halfstep.GradScaler()):
+        with pytest.raises(ValueError, match=r"every=.*: pass the number of steps between samples"):
+            halfstep.record(tmp_path, every=every)
     assert not [*tmp_path.iterdir()]
 
 

@@ -180,7 +180,7 @@ def test_gradients_that_go_bad_after_unscale_are_reported_at_that_step(tmp_path)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = halfstep.GradScaler("cpu")
-    with halfstep.record(tmp_path / "run", model=model, scaler=scaler):
+    with halfstep.record(tmp_path / "run", model=model):
         for step in range(1, 41):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()

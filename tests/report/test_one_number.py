@@ -29,7 +29,7 @@ def growing(folder):
 def test_skips_are_counted_in_one_way_everywhere(tmp_path, capsys):
     page = page_of(growing(tmp_path))
     steps = page.summary.steps
-    counted = (steps.num_skipped, steps.num_start_up, steps.num_after_growth)
+    counted = (steps.num_skipped, len(steps.start_up), len(steps.after_growth))
     assert (*counted, steps.num_skipped_later) == (4, 2, 1, 1)
     kinds = "3 by dynamic scaling (2 at the start and 1 after the scale had grown)"
     (tile,) = (t for t in page.tree.one("dl", class_="tiles").all("div") if "Skipped" in t.text)

@@ -516,7 +516,7 @@ def test_each_skipped_step_is_counted_once_with_several_optimizers(tmp_path):
     last = [taken(n, 1.0) for n in range(4, 40)]
     path = records.write(tmp_path, [records.header(), *sum(pairs, ()), *last])
     steps = summarize(read_run(path)).steps
-    assert (steps.num_start_up, steps.num_after_growth, steps.num_skipped_later) == (3, 0, 0)
+    assert (len(steps.start_up), steps.after_growth, steps.num_skipped_later) == (3, (), 0)
 
 
 def test_ranks_are_put_together(tmp_path):
@@ -590,6 +590,16 @@ def test_what_ran_in_no_lower_precision_is_not_told_to_run_in_float32(tmp_path, 
     summary = summarize(read_run(RUNS[name](tmp_path)))
     texts = (sentences(replace(summary, products=x)) for x in ({"float16": 3}, {"float32": 3}))
     assert [any(words in each.text for each in found) for found in texts] == [True, False]
+
+
+def test_a_forward_pass_outside_of_autocast_is_the_first_sentence(tmp_path):
+    summary = summarize(read_run(records.healthy(tmp_path)))
+    first, *_ = sentences(replace(summary, products={"float32": 3}))
+    assert first.severity == "warning"
+    assert first.text.startswith(
+        "No product with gradients ran in a lower precision (products: float32), although autocast "
+        "was on"
+    )
 
 
 def test_cures_of_what_run_scales_name_no_scaler(tmp_path):

@@ -206,7 +206,7 @@ def numbers_of(folder, parts):
     return dict(leaf for part in parts for leaf in leaves(summary[part], part))
 
 
-OF_RUNS = ("facts", "models", "policies", "products", "lower", "has_scaler", "steps")
+OF_RUNS = ("facts", "models", "policies", "products", "lower", "steps")
 OF_RUNS += ("scale", "loss", "losses", "norm", "origins", "sampled", "notes", "have_weights_moved")
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.record.training import Net, train
 from tests.report import records
 
 import halfstep
@@ -147,37 +146,6 @@ def test_the_name_of_the_folder(seen, tmp_path):
     assert Command("a.b/fit.v2.py", [], is_module=False).stem == "fit.v2"
 
 
-@pytest.mark.parametrize(("rank", "steps"), [("0", [1, 2, 3]), ("1", [])])
-def test_a_sink_gets_the_scalars_of_the_first_rank(rank, steps, seen, monkeypatch):
-    """It is made after the program has started its W&B run, and not before."""
-    logged = []
-    wandb = SimpleNamespace(run=None)
-
-    def program(*args, **kwargs):
-        wandb.run = SimpleNamespace(log=lambda values, commit: logged.append(values))
-        train(Net(), 3)
-
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(session, "execute", program)
-    monkeypatch.setenv("RANK", rank)
-    Session(COMMAND, options(sinks=("wandb",))).run()
-    seen.close()
-    assert [each["halfstep/step"] for each in logged if "halfstep/loss" in each] == steps
-
-
-def test_a_sink_without_its_run_is_a_warning_and_the_record_goes_on(seen, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
-    monkeypatch.setattr(session, "execute", lambda *args, **kwargs: train(Net(), 3))
-
-    def whole_run():
-        Session(COMMAND, options(sinks=("wandb",), folder=Path("x"))).run()
-        seen.close()
-
-    with pytest.warns(UserWarning, match=r"RunSink.*no W&B run is running.*wandb.init"):
-        whole_run()
-    assert read_run("x").num_steps == 3
-
-
 def go(seen, target):
     Session(replace(COMMAND, target=target), options(folder=Path("x"))).run()
     seen.close()
@@ -213,7 +181,6 @@ def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
         is_quiet=True,
         amp=torch.bfloat16,
         diagnose_seconds=9.0,
-        sinks=("wandb",),
         additions=additions,
     )
     got = []

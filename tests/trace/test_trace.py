@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -552,7 +553,7 @@ def test_no_tensor_is_kept(model: nn.Sequential) -> None:
     del held
     gc.collect()
     assert model_alive() is None
-    assert t.rows() == []
+    assert t.ops == ()
 
 
 class Failing(nn.Module):
@@ -613,7 +614,7 @@ def test_a_trace_is_left_in_its_thread(model: nn.Sequential) -> None:
         thread.join()
         model(torch.ones(1, 8))
     assert "in a thread that did not enter it" in errors[0]
-    assert repr(t) == "<trace: 5 ops, no policy: table(), rows()>"
+    assert repr(t) == "<trace: 5 ops, no policy: table(), ops>"
     assert kernels._observer is None
 
 
@@ -722,14 +723,14 @@ def test_torch_compile_is_not_imported_and_can_be_used_in_the_block() -> None:
 
 
 def test_rows_are_plain_values(model: nn.Sequential) -> None:
-    rows = traced(model, torch.ones(3, 8)).rows()
-    assert json.loads(json.dumps(rows)) == rows
-    first = rows[0]
-    assert first["input_dtypes"] == ["float32"] * 3
-    assert first["input_shapes"] == [[8], [3, 8], [8, 8]]
-    assert first["output_shapes"] == [[3, 8]]
-    assert (first["num_casts"], first["cast_bytes"]) == (3, 6 * 96)
-    assert {cast["to"] for cast in first["casts"]} == {"bfloat16"}
+    ops = traced(model, torch.ones(3, 8)).ops
+    assert json.loads(json.dumps([asdict(op) for op in ops]))[0]["op"] == "addmm"
+    first = ops[0]
+    assert [value.dtype for value in first.inputs] == ["float32"] * 3
+    assert [value.shape for value in first.inputs] == [(8,), (3, 8), (8, 8)]
+    assert [value.shape for value in first.outputs] == [(3, 8)]
+    assert (len(first.casts), first.cast_bytes) == (3, 6 * 96)
+    assert {cast.to for cast in first.casts} == {"bfloat16"}
 
 
 def test_the_table(model: nn.Sequential) -> None:
@@ -804,9 +805,9 @@ def test_an_empty_trace(model: nn.Sequential) -> None:
 def test_a_trace_can_be_read_while_it_runs(model: nn.Sequential) -> None:
     with halfstep.trace(model) as t:
         model(torch.ones(1, 8))
-        before = len(t.rows())
+        before = len(t.ops)
         model(torch.ones(1, 8))
-        assert len(t.rows()) == 2 * before
+        assert len(t.ops) == 2 * before
         assert t.environment["device"].startswith("cpu")
 
 
@@ -818,9 +819,7 @@ def test_an_island_shows_the_rule_that_makes_it_one() -> None:
             model(x).sum().backward()
         with torch.no_grad():
             model(x)  # outside of autocast, no rule acts
-    rules = {
-        (row["module"], row["op"], row["rule"]) for row in ran.rows() if row["phase"] == "forward"
-    }
+    rules = {(row.module, row.op, row.rule) for row in ran.ops if row.phase == "forward"}
     assert ("1.0", "addmm", "@1:fp32") in rules
     assert ("1", "_to_copy", "@1:fp32") in rules
     assert ("0", "addmm", "linear:lower") in rules

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -30,9 +28,10 @@ from halfstep.errors import RecordError
 _WITHOUT_PYTORCH = ("report", "check", "help")
 _INSTEAD = {
     "tune": "tune is a function: print(halfstep.tune(model, batches, loss_fn).policy)",
-    "diff": "compare what `halfstep policy show POLICY --all` prints for each",
+    "policy": "a policy is a value: print(halfstep.preset('standard').by_action()), and "
+    "print(halfstep.Policy.parse('standard; exp:leave').explain('exp'))",
 }
-"""What to do instead of commands and verbs that one could expect."""
+"""What to do instead of commands that one could expect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,10 +108,7 @@ class _Parser(argparse.ArgumentParser):
         known: Any = action.choices
         if known is not None and value not in known:
             near = did_you_mean(str(value), known)
-            is_policy = re.search(r"[.;:]|^(standard|torch|fp32|bf16)", value)
-            if action.dest == "verb" and is_policy:
-                near = f"; to see a policy: halfstep policy show {shlex.quote(value)}"
-            elif value in _INSTEAD:
+            if value in _INSTEAD:
                 near = f"; {_INSTEAD[value]}"
             elif action.dest == "command" and f"--{value}" in options_of(known["run"]):
                 near = f"; did you mean 'halfstep run --{value}'?"
@@ -131,7 +127,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def _build_parser() -> _Parser:
-    from halfstep._tools.cli import check, doctor, policy, report, run
+    from halfstep._tools.cli import check, doctor, report, run
 
     parser = _Parser(
         prog="halfstep",
@@ -139,7 +135,7 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for command in (run, report, check, doctor, policy):
+    for command in (run, report, check, doctor):
         own = subcommands.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import shutil
@@ -21,9 +20,9 @@ from halfstep._tools.cli.exits import (
     options_of,
     reason,
 )
-from halfstep._tools.cli.policy import read_policy
 
 if TYPE_CHECKING:
+    from halfstep import Policy
     from halfstep._tools.run.session import Session
 
 HELP = "run a training script, unmodified, and record each step"
@@ -74,13 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         default=50,
         help="measure tensors every N steps; 0 for never (default: 50)",
-    )
-    parser.add_argument(
-        "--sink",
-        action="append",
-        default=[],
-        choices=("tensorboard", "wandb"),
-        help="also send the scalars of each step there; may be repeated",
     )
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="print no diagnosis and no line at the end"
@@ -156,13 +148,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         return None
     target, *rest = words
     os.environ.pop("HALFSTEP_RUN", None)  # of the run that has started this one
-    for name in arguments.sink:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # or a folder of this name, which W&B makes
-            raise CommandError(
-                f"--sink {name} needs the package {name}, which is not installed; install it with: "
-                f"pip install {name}"
-            )
     is_adding = arguments.masters is not None or arguments.guard is not None
     if is_adding and arguments.amp == "fp16":
         raise CommandError(
@@ -182,7 +167,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     # The script's own autocast computes as without halfstep, to the bit.
     default = preset("torch" if arguments.amp is None else "standard")
-    policy = default if arguments.policy is None else read_policy(arguments.policy)
+    policy = default if arguments.policy is None else _policy(arguments.policy)
     if not arguments.module:
         target = _command_in_python(target) or target
         try:
@@ -212,7 +197,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         amp=amp,
         diagnose_seconds=arguments.diagnose,
         has_children=arguments.children,
-        sinks=tuple(arguments.sink),
         additions=additions if is_adding else None,
         run_as=(*launcher, "halfstep", "run", *_without_folder(arguments), *words),
     )
@@ -225,6 +209,21 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
+
+
+def _policy(text: str) -> Policy:
+    """Return the policy of a file, a preset, or a text."""
+    from halfstep import Policy
+
+    path = Path(text)
+    try:
+        if path.suffix == ".policy" or path.is_file():
+            return Policy.load(path)
+        return Policy.parse(text)
+    except OSError as error:
+        raise CommandError(f"{text}: {reason(error, path, '.policy')}") from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:

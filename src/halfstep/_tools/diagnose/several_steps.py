@@ -85,6 +85,8 @@ class SeveralSteps(OpObserver):
     scale nor the size of the loss matters, stands in for one that is not known.
     """
 
+    sees_ops = False
+
     def __init__(
         self,
         change: Change,

@@ -80,6 +80,7 @@ class UserCalls(TorchFunctionMode):
         super().__init__()
         # Whether an edit that does not fit may end the replay; else the call is made unchanged.
         self._num_ops, self._edits, self._may_end_early = num_ops, edits, may_end_early
+        self._functions = {where.function for where, _ in edits}
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self._changes: dict[tuple[int, Slot], _Changes] = {}
@@ -89,8 +90,8 @@ class UserCalls(TorchFunctionMode):
         self.placed: dict[tuple[int, Slot], Placed] = {}
 
     def again(self) -> UserCalls:
-        """Return another mode with the same edits, written as here whatever the values are."""
-        calls = UserCalls(self._num_ops, self._edits)
+        """Return another mode with the same edits, written as here; it notes no calls."""
+        calls = UserCalls(lambda: 0, self._edits)
         calls._texts, calls.placed = self._texts, self.placed
         return calls
 
@@ -119,7 +120,7 @@ class UserCalls(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first, self._is_inside = self._num_ops(), True
         try:
-            if any(where.function == name for where, _ in self._edits):
+            if name in self._functions:
                 return self._edited(_Running(name, func, args, kwargs))
             return func(*args, **kwargs)
         finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep._tools.doctor.finding import Finding, finding
 from halfstep._tools.doctor.read_names import NameScope, arguments, dotted
-from halfstep._tools.doctor.read_program import Built, Program, Root
+from halfstep._tools.doctor.read_program import Built, Program
 from halfstep._tools.doctor.read_sites import Site
 from halfstep._tools.doctor.read_values import SourceScaler, argument
 
@@ -35,8 +35,6 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
     yield from _ignored(program)
-    for root in program.roots:
-        yield from _without_forward(program, root)
     for built in (*program.built, *program.trainers):
         yield from _lowered(program, built)
 
@@ -260,59 +258,6 @@ def _moved_to(program: Program, site: Site) -> set[str] | None:
     if not site.call.args or program.meaning.dtype(site.call.args[0], site.scope):
         return None
     return program.meaning.devices(site.call.args[0], site.scope)
-
-
-def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield findings about autocasts that contain uses of a model's result, but not its call."""
-    regions: dict[NameScope, dict[ast.AST, Site]] = {}
-    for site in root.sites:
-        if site.region is not None and site.autocast is not None and site.has_grad:
-            regions.setdefault(site.scope, {})[site.region.node] = site
-    for scope, first in regions.items():
-        own = [site for site in root.sites if site.scope is scope and site.has_grad]
-        inside = [s for s in root.sites if any(around.node in first for around in s.inside)]
-        forward = _forward(program, own, inside) if any(map(program.scaled_by, own)) else None
-        if forward is not None:
-            name = dotted(forward.call.func)
-            line = min(site.region.line for site in first.values() if site.region)
-            at = forward.call.lineno
-            yield finding("autocast-without-forward", line, [name], model=name, at=at)
-
-
-def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | None:
-    """Return the model call whose result is used in regions that call no model themselves."""
-    for site in own:
-        if site.autocast is not None or not program.is_model(site.call.func):
-            continue
-        results = _results(site)
-        beside = [each for each in inside if not each.excludes(site)]
-        is_used = any(_names_in(each.call) & results for each in beside)
-        if is_used and not any(_may_run_model(program, each, results) for each in inside):
-            return site
-    return None
-
-
-def _results(site: Site) -> set[str]:
-    """Return the names bound to the result of a call, or to values computed from it."""
-    found: set[str] = set()
-    assignments = [node for node in ast.walk(site.scope.node) if isinstance(node, ast.Assign)]
-    for assignment in sorted(assignments, key=lambda node: node.lineno):
-        if assignment is site.statement or (found and _names_in(assignment.value) & found):
-            found.update(*map(_names_in, assignment.targets))
-    return found
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-
-
-def _may_run_model(program: Program, site: Site, results: set[str]) -> bool:
-    """Return whether a call runs a model, or may run one and uses none of its ``results``."""
-    if any(map(program.is_model, (site.call.func, site.owner))):
-        return True
-    given = arguments(site.call)
-    is_given = any(map(program.is_model, given)) or dotted(site.owner) == "self"
-    return is_given and not _names_in(site.call) & results
 
 
 # --- lowered parameters ---------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from halfstep._pytorch.listeners import (
     listening_to_norms,
     listening_to_torch_scaler,
 )
-from halfstep._scaler import GradScaler
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.files import SCHEMA, LateWriter, LineWriter, file_of
 from halfstep._tools.record.models import Models
@@ -48,15 +47,14 @@ class record:
         path: The folder; created if it does not exist.
         model: The model, for the names in the record. By default, the outermost modules that run
             with gradients.
-        scaler: The scaler whose iterations count; by default, every scaler.
         every: Number of steps from one sample of the tensors to the next; 0 for no samples. Steps
             1, 2, 4, 8 and so on before the first of these are sampled too. If several optimizers
             take turns without a scaler, one step of each.
         sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``scaler`` is not halfstep's.
-        ValueError: ``every`` is negative.
+        TypeError: ``model`` is not a module.
+        ValueError: ``every`` is not a number of steps.
         CallOrderError: It is entered twice.
         RecordError: Another process, or another ``record`` of this one, writes to the folder; or it
             contains a ``rank0.jsonl`` of another program.
@@ -83,7 +81,6 @@ class record:
         self,
         path: str | os.PathLike[str],
         model: nn.Module | None = None,
-        scaler: GradScaler | None = None,
         every: int = 50,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -91,17 +88,12 @@ class record:
             raise TypeError(f"record(path={type(path).__name__}): pass the folder to write to")
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"record(model={type(model).__name__}): pass a torch.nn.Module")
-        if not (scaler is None or isinstance(scaler, GradScaler)):
-            raise TypeError(
-                f"record(scaler={type(scaler).__module__}.{type(scaler).__name__}): pass a "
-                "halfstep.GradScaler; what other scalers decide cannot be seen"
-            )
-        if every < 0:
+        if not isinstance(every, int) or every < 0:
             raise ValueError(
                 f"record(every={every}): pass the number of steps between samples, or 0"
             )
         self.path = Path(path).absolute()
-        self._model, self._scaler, self._every, self._sinks = model, scaler, every, sinks
+        self._model, self._every, self._sinks = model, every, sinks
         self._recorder: Recorder | None = None
         self._stack = ExitStack()
 
@@ -119,10 +111,7 @@ class record:
         models = Models()
         if self._model is not None:
             models.add(self._model)
-        scaler = self._scaler
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
-        recorder = Recorder(writer, models, scaler, self._every, self._sinks)
+        recorder = Recorder(writer, models, self._every, self._sinks)
         with ExitStack() as stack:
             stack.enter_context(observe(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)

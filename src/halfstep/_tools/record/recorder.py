@@ -111,8 +111,6 @@ def _aside(method: Callable[..., None]) -> Callable[..., None]:
 class Recorder:
     """A collector of the events of a run, which it writes to the record.
 
-    ``scaler`` is the scaler whose iterations count; None for all, and for steps without a scaler.
-
     Sync: none, except in sampled steps, after a skipped step, when a model is found, and in
     :meth:`close`.
     """
@@ -123,7 +121,6 @@ class Recorder:
         self,
         writer: LineWriter | LateWriter,
         models: Models,
-        scaler: GradScaler | None,
         every: int,
         sinks: Sequence[Sink],
     ) -> None:
@@ -132,7 +129,7 @@ class Recorder:
         self.skipped: set[int] = set()
         self.seen = Seen()
         self._last_written = 0
-        self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
+        self._writer, self._every, self._sinks = writer, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
         self._products: Counter[str] = Counter()  # of the sampled step
@@ -162,7 +159,7 @@ class Recorder:
     @_aside
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Record a loss before it is scaled."""
-        if self._listens_to(scaler):
+        if self._is_here():
             if self._loss_scaler is None:
                 self._loss = None
             elif self._num_backward:
@@ -208,7 +205,7 @@ class Recorder:
     ) -> None:
         """Record the end of an iteration."""
         outcomes = [*outcomes, *left_out]
-        if not outcomes or not self._listens_to(scaler):
+        if not outcomes or not self._is_here():
             return
         begins = [o.optimizer is None or self._rounds.add(o.optimizer) for o in outcomes]
         if self.num_steps == 0:
@@ -291,7 +288,7 @@ class Recorder:
     @_aside
     def on_torch_scaler(self) -> None:
         """Say that decisions of PyTorch's scaler cannot be seen."""
-        if self._scaler is None and self._is_listening() and UNSEEN_SCALER not in self._said:
+        if self._is_listening() and UNSEEN_SCALER not in self._said:
             self.say(UNSEEN_SCALER)
             _warn(f"halfstep.record: {UNSEEN_SCALER}")
 
@@ -338,11 +335,8 @@ class Recorder:
         """Return whether events count: a diagnosis removes all observers during its replay."""
         return is_observing(self) and self._is_here()
 
-    def _listens_to(self, scaler: GradScaler) -> bool:
-        return (self._scaler is None or self._scaler is scaler) and self._is_here()
-
     def _counts_plain_steps(self) -> bool:
-        return self._scaler is None and self._loss_scaler is None and self._is_listening()
+        return self._loss_scaler is None and self._is_listening()
 
     def _add_losses(self, outputs: Any) -> Tensor | None:
         """Add losses to that of the iteration, and return their sum; None if there are none."""

@@ -55,6 +55,8 @@ class OpObserver:
     undo: UndoLog
     is_settled = False
     """Whether the result is known without a backward pass from the losses so far."""
+    sees_ops = True
+    """Whether :meth:`before` and :meth:`after` are called; a replay without them is faster."""
 
     def before(self, call: OpCall) -> None:
         """Observe an op before it runs."""
@@ -175,12 +177,9 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         self._is_alone = is_alone
         if is_alone:
             modules.on_output = self._see_output
+        self.num_ops = 0
         self._keys: list[OpKey] = []
         self._counts: Counter[tuple[str, Phase, str, int, str | None]] = Counter()
-
-    @property
-    def num_ops(self) -> int:
-        return len(self._keys)
 
     def _see_output(self, output: Any) -> None:
         with modes.unseen_by_modes(), modes.outside_of_transforms():
@@ -209,30 +208,38 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         is_collective = func.namespace in _COLLECTIVES
         if is_collective and self._is_alone:
             raise waits_for_others(f"{op_name(func)} is called in it")
-        observer = self.observer
+        observer, call = self.observer, None
         before, after = observer.before, observer.after
         if is_collective or op_name(func) in _FOR_COLLECTIVES:
             before, after = observer.before_collective, observer.after_collective
         # In a backward pass, a function mode would take our own tensor calls for the user's.
         with modes.no_function_modes():
-            call = self._call(func, args, kwargs, given)
-            for tensor in call.written:
+            written = list(tensors_in(written_to(func, args, kwargs)))
+            for tensor in written:
                 self._undo.note_write(tensor)
             self._undo.note_generators(chain(args, kwargs.values()))
-            before(call)
+            self.num_ops += 1
+            if observer.sees_ops:
+                call = self._call(func, args, kwargs, given, written)
+                before(call)
         result = func(*args, **kwargs)
         with modes.no_function_modes():
             outputs = list(tensors_in((result,)))
             self._undo.note_made(outputs, given)
-            after(call, outputs or call.written)
+            if call is not None:
+                after(call, outputs or written)
         return result
 
     def _call(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        written: list[Tensor],
     ) -> OpCall:
-        number, name = self.num_ops, op_name(func)
+        number, name = len(self._keys), op_name(func)
         place, phase = self.places.place(name, number)
-        written = list(tensors_in(written_to(func, args, kwargs)))
         alike = (name, phase, place.module, place.call, place.op)
         key = (*alike, self._counts[alike])
         self._counts[alike] += 1

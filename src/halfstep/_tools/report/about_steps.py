@@ -99,7 +99,7 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         later = "and it recovered" if summary.buffers is None else "later losses were finite"
         end = last if is_last else f", {later}."
         is_half = any("float16" in x.dtypes for x in summary.of_kind("parameter"))  # has no guard
-        if not (summary.has_scaler or is_half) and summary.has_bad_gradients:
+        if not (summary.scale or is_half) and summary.has_bad_gradients:
             cure = (*cure, *_guarded(summary.facts, "skips steps with inf or NaN gradients"))
         yield say(
             "bad" if is_last else "warning",
@@ -241,8 +241,8 @@ def were(num: int) -> str:
 def _by_scaling(steps: StepCounts) -> str:
     """Return the normal skips as text: ``by dynamic scaling (13 at the start ...)``."""
     kinds = (
-        (steps.num_start_up, "at the start"),
-        (steps.num_after_growth, "after the scale had grown"),
+        (len(steps.start_up), "at the start"),
+        (len(steps.after_growth), "after the scale had grown"),
     )
     seen = [(num, when) for num, when in kinds if num]
     if len(seen) == 1:

@@ -1,4 +1,4 @@
-"""Comparisons of runs: a verdict, numbers, layers and versions."""
+"""Comparisons of runs: a verdict, numbers and versions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any, Literal
 from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
 from halfstep._common.text import Code, Sentence, say
 from halfstep._common.text import names as names_in_text
-from halfstep._tools.record.run import Kind
-from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+from halfstep._tools.report.summary import NOTABLE, Summary
 
-MOST_LAYERS = 20
 ALIKE = 0.02
 """The relative difference up to which losses, times and lengths are about the same."""
 _SAME_LOSS = 2.0
@@ -43,9 +41,6 @@ class RunComparison:
     Attributes:
         names: A short name for each run.
         verdict: Which run is better, or why this is unknown.
-        layers: The layers that differ most in underflow, headroom or lost updates, at most 20, the
-            most different first; None for a run that lacks the layer.
-        only: For each run, the kind and name of the layers that no other run has.
         versions: The policy, versions, machine, command and so on that differ: name, and a text per
             run.
     """
@@ -54,8 +49,6 @@ class RunComparison:
     names: tuple[str, ...]
     verdict: Sentence
     entries: tuple[ComparedNumber, ...]
-    layers: tuple[tuple[Layer | None, ...], ...]
-    only: tuple[tuple[tuple[Kind, str], ...], ...]
     versions: tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -63,14 +56,13 @@ class RunComparison:
 class _Number:
     """A compared number: its name, its key in a summary, and its format as text.
 
-    A smaller number is better if ``of`` is health, or if it is loss or time and the runs are
-    comparable in this respect.
+    A smaller number is better if ``of`` is health, or if it is loss and the losses are comparable.
     """
 
     name: str
     key: str
     text: Callable[[Any], str]
-    of: Literal["", "health", "loss", "time"] = ""
+    of: Literal["", "health", "loss"] = ""
 
 
 _LOSSES = (
@@ -94,28 +86,19 @@ _NUMBERS = (
     _Number("of the worst parameter", "worst_share_lost", percent),
     _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent, "health"),
     _Number("of the worst weight", "worst_share_lost_updates", percent),
-    _Number("time per step", "facts.seconds_per_step", seconds, "time"),
+    _Number("time per step", "facts.seconds_per_step", seconds),
     _Number("duration", "facts.duration", seconds),
 )
 
 
 def compare_runs(*runs: Summary) -> RunComparison:
     """Compare two or more runs; the first is the one of interest."""
-    by_run = [{(layer.kind, layer.name): layer for layer in run.layers} for run in runs]
-    keys = dict.fromkeys(key for layers in by_run for key in layers)
-    shared = [tuple(layers.get(key) for layers in by_run) for key in keys]
-    differing = sorted((row for row in shared if _distance(row)), key=_distance, reverse=True)
     names, why_not = _names(runs), tuple(_why_not(runs))
     return RunComparison(
         runs=runs,
         names=names,
         verdict=_verdict(runs, names, why_not),
         entries=tuple(_entries(runs, why_not)),
-        layers=tuple(differing[:MOST_LAYERS]),
-        only=tuple(
-            tuple(key for key in mine if not any(key in its for its in by_run if its is not mine))
-            for mine in by_run
-        ),
         versions=tuple(_versions(runs)),
     )
 
@@ -161,8 +144,9 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
     else:
         have = "has" if len(best) == 1 else "have"
         said += [f" {have} a lower loss than ", *_listed([names[n] for n in others])]
-    values = listed([number(known[n]) for n in (*best, *others)])
-    return say("good", *said, f" ({values}, means of the last 20){_speed(runs, names)}.")
+    order = (*best, *others)
+    values, times = listed([number(known[n]) for n in order]), _times([runs[n] for n in order])
+    return say("good", *said, f" ({values}, means of the last 20){times}.")
 
 
 def _listed(names: Sequence[str]) -> Iterator[str | Code]:
@@ -192,48 +176,22 @@ def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
         yield f"the runs have {listed([count(run.steps.num) for run in runs])} steps"
 
 
-def _speed(runs: Sequence[Summary], names: Sequence[str]) -> str:
-    if not _is_one_machine(runs):
-        return "; their times cannot be compared"
-    times = [run.facts.seconds_per_step for run in runs]
-    known = [time for time in times if time]
-    if len(known) < len(runs):
-        return ""
-    if max(known) <= (1 + ALIKE) * min(known):
-        return "; their steps take as long"
-    fastest = times.index(min(known))
-    others = [n for n in range(len(runs)) if n != fastest]
-    spread = [run.facts.seconds_quartiles for run in runs]
-    took = listed([f"{seconds(times[n])}{_between(spread[n])}" for n in (fastest, *others)])
-    own, rest = spread[fastest], [spread[n] for n in others]
-    is_clear = own is not None and all(each is not None and each[0] > own[1] for each in rest)
-    if not is_clear:
-        order = listed([names[n] for n in (fastest, *others)])
-        return f"; the times of a step overlap ({order}: {took}, with quartiles)"
-    return f"; a step of {names[fastest]} was the fastest in these runs ({took}, with quartiles)"
-
-
-def _between(quartiles: tuple[float, float] | None) -> str:
-    return "" if quartiles is None else f" ({seconds(quartiles[0])} to {seconds(quartiles[1])})"
-
-
-def _is_one_machine(runs: Sequence[Summary]) -> bool:
+def _times(runs: Sequence[Summary]) -> str:
+    """Return how long a step took; which run is faster depends on how much that varies."""
+    times = [run.facts.seconds_per_step or 0.0 for run in runs]
     headers = [(run.facts.header, run.facts.world_size) for run in runs]
-    return len({(header.device, header.machine, num) for header, num in headers}) == 1
+    if len({(header.device, header.machine, num) for header, num in headers}) > 1:
+        return "; their times cannot be compared"
+    return f"; a step took {listed(list(map(seconds, times)))} (medians)" if all(times) else ""
 
 
-# --- numbers and layers ---------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
     """Yield the numbers that any run has, with a loss per optimizer if these differ."""
     are_good = not any(map(_has_failed, runs))
-    can = {
-        "": False,
-        "health": True,
-        "loss": are_good and not why_not,
-        "time": are_good and _is_one_machine(runs),
-    }
+    can = {"": False, "health": True, "loss": are_good and not why_not}
     head, *rest = _NUMBERS
     yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
     optimizers = dict.fromkeys(loss.optimizer for run in runs for loss in run.losses)
@@ -282,22 +240,6 @@ def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
     return ("+" if difference > 0 else "-" if difference < 0 else "") + text(abs(difference))
 
 
-def _distance(layers: Sequence[Layer | None]) -> float:
-    """Return how different a layer is; 1 % more lost, or 1 bit of headroom, counts as 1."""
-    known = [layer for layer in layers if layer is not None]
-    return max((_distance_of(known[0], other) for other in known[1:]), default=0.0)
-
-
-def _distance_of(first: Layer, second: Layer) -> float:
-    distance = 100 * abs(first.share_lost - second.share_lost)
-    if first.share_lost_updates is not None and second.share_lost_updates is not None:
-        distance += 100 * abs(first.share_lost_updates - second.share_lost_updates)
-    is_alike = first.format == second.format
-    if is_alike and first.headroom is not None and second.headroom is not None:
-        distance += abs(first.headroom - second.headroom)
-    return distance
-
-
 # --- versions -------------------------------------------------------------------------------------
 
 
@@ -318,7 +260,7 @@ def _facts(summary: Summary) -> dict[str, str]:
         "samples every": str(header.every),
         "lower precision": policy.dtype if policy else NONE,
         "policy": policy.text if policy else NONE,
-        "scaler": "yes" if summary.has_scaler else "no",
+        "scaler": "no" if summary.scale is None else "yes",
         "models": ", ".join(model.name for model in summary.models),
         "ended": facts.error or facts.state,
     }

@@ -175,6 +175,10 @@ def _date(started: str) -> str:
 # --- figures at the top, tagged with their keys in the JSON ---------------------------------------
 
 
+def _length(values: Sequence[object]) -> str:
+    return count(len(values))
+
+
 def value_tag(key: str, value: Any, text: str) -> Markup:
     """Return a text tagged with its exact value as JSON and with the key of that value."""
     exact = json.dumps(to_plain(value), allow_nan=False)
@@ -217,8 +221,8 @@ def tiles(summary: Summary) -> list[Tile]:
         "steps.num_skipped",
         count,
         ("{} of all", percent, "steps.share_skipped"),
-        ("{} at the start", count, "steps.num_start_up") if steps.num_start_up else None,
-        ("{} after growth", count, "steps.num_after_growth") if steps.num_after_growth else None,
+        ("{} at the start", _length, "steps.start_up") if steps.start_up else None,
+        ("{} after growth", _length, "steps.after_growth") if steps.after_growth else None,
         ("{} other", count, "steps.num_skipped_later") if steps.num_by_scaling else None,
     )
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import NamedTuple
 
 from msgspec import structs
@@ -58,7 +58,6 @@ def summarize(run: Run) -> Summary:
         policies=policies,
         products=dict(_products(run).most_common()),
         lower=lower_of(policies),
-        has_scaler=any(step.scale is not None for step in run.steps),
         steps=_steps(run),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
         loss=_loss(run.steps),
@@ -81,7 +80,6 @@ def summarize(run: Run) -> Summary:
 def _facts(run: Run) -> Facts:
     header, times = run.header, {step.step: step.time for step in run.steps}
     distances = [after - before for before, after in pairwise(times.values())]
-    quartiles = quantiles(distances, n=4) if len(distances) >= 4 else None
     state: State = "ended" if run.has_ended else "running" if run.is_running else "no end"
     return Facts(
         header=structs.replace(
@@ -89,7 +87,6 @@ def _facts(run: Run) -> Facts:
         ),
         duration=max(times.values(), default=0.0),
         seconds_per_step=median(distances) if distances else None,
-        seconds_quartiles=(quartiles[0], quartiles[2]) if quartiles else None,
         world_size=header.world_size or len(run.ranks),
         ranks=run.ranks,
         num_segments=len(run.starts),
@@ -146,8 +143,6 @@ def _steps(run: Run) -> StepCounts:
         start_up=start_up,
         after_growth=after_growth,
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
-        num_start_up=len(start_up),
-        num_after_growth=len(after_growth),
         num_skipped_later=sum(later),
         share_skipped_later=sum(later) / num if num else 0.0,
         longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),

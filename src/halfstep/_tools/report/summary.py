@@ -35,7 +35,6 @@ class Facts:
         header: The first line of the last segment; device and machine are "unknown" without a step.
         duration: Seconds from the start to the last step.
         seconds_per_step: Median time between steps; None with fewer than two.
-        seconds_quartiles: The lower and upper quartile of these times; None with fewer than four.
         world_size: Number of processes.
         ranks: The ranks that left a record.
         num_segments: Number of times that the run was started.
@@ -49,7 +48,6 @@ class Facts:
     header: Header
     duration: float
     seconds_per_step: float | None
-    seconds_quartiles: tuple[float, float] | None
     world_size: int
     ranks: tuple[int, ...]
     num_segments: int
@@ -88,8 +86,6 @@ class StepCounts:
             usable scale, which is normal.
         after_growth: The skipped iterations that brought the scale back to its value before growth:
             this is how dynamic scaling finds the largest usable scale.
-        num_start_up: The length of ``start_up``.
-        num_after_growth: The length of ``after_growth``.
         num_skipped_later: The number of all other skipped steps.
         share_skipped_later: ``num_skipped_later`` as a share of all steps; 0 if there are no steps.
         longest_in_a_row: The largest number of iterations in a row with a skipped step, without
@@ -107,8 +103,6 @@ class StepCounts:
     ranks: tuple[int, ...]
     start_up: tuple[int, ...]
     after_growth: tuple[int, ...]
-    num_start_up: int
-    num_after_growth: int
     num_skipped_later: int
     share_skipped_later: float
     longest_in_a_row: int
@@ -117,7 +111,7 @@ class StepCounts:
     @property
     def num_by_scaling(self) -> int:
         """The number of steps whose skips are part of normal dynamic scaling."""
-        return self.num_start_up + self.num_after_growth
+        return len(self.start_up) + len(self.after_growth)
 
     @property
     def later(self) -> tuple[int, ...]:
@@ -372,7 +366,6 @@ class Summary:
         products: The number of products by the dtypes of their results, in the sampled steps.
         lower: The name of the format that applies to float32 tensors: the lower precision of the
             run, or fp16 if it is unknown.
-        has_scaler: Whether any step had a scale.
         loss: The course of the loss over all steps.
         losses: The loss of each optimizer if these have different losses, as in a GAN; else empty.
         norm: The course of the norm of the unscaled gradients in the taken steps.
@@ -393,7 +386,6 @@ class Summary:
     policies: tuple[PolicySeen, ...]
     products: Mapping[str, int]
     lower: str
-    has_scaler: bool
     steps: StepCounts
     scale: ScaleCourse | None
     loss: Curve | None

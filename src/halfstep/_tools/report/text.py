@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from textwrap import shorten
 from typing import Any
 
-from halfstep._common.numbers import NONE, bits, count, listed, percent, things
+from halfstep._common.numbers import count, listed, percent, things
 from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_line, say
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import (
@@ -24,7 +24,7 @@ from halfstep._tools.record.run import (
 )
 from halfstep._tools.report import about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
-from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+from halfstep._tools.report.summary import NOTABLE, Summary
 
 FOLLOWED = "What followed"
 """The heading of the consequences of a problem, in all forms."""
@@ -32,15 +32,8 @@ SCHEMA = 1
 """The version of the ``--json`` output; it changes unless fields are only added."""
 BEST = " *"
 """The mark after the number of the better run."""
-NUM_WORST = 5
 ENOUGH = 10
 """Number of steps from which a run without problems is called well."""
-_KINDS = {
-    "parameter": "weight",
-    "parameter_gradient": "gradient",
-    "output": "output",
-    "output_gradient": "gradient of the output",
-}
 _GRADIENTS: dict[Kind, str] = {
     "parameter_gradient": "a parameter",
     "output_gradient": "an output",
@@ -255,18 +248,6 @@ def _comparison(comparison: RunComparison) -> Iterator[str]:
     if comparison.versions:
         rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
         yield _table(("what differs", *names), rows)
-    if comparison.layers:
-        for title, text in _MEASURES:
-            rows = (_differing(row, text) for row in comparison.layers)
-            worst = [row for row in rows if len(set(row[2:])) > 1][:NUM_WORST]
-            if worst:
-                yield _table((f"layers that differ most: {title}", "what", *names), worst)
-    for whose, only in zip(names, comparison.only, strict=True):
-        if only:
-            first_of = (f"{one_line(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
-            shown = ", ".join(first_of)
-            more = f" and {len(only) - NUM_WORST} more" if len(only) > NUM_WORST else ""
-            yield f"only in {whose}: {shown}{more}"
 
 
 def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
@@ -274,18 +255,5 @@ def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
     return entry.name, *texts, *([entry.difference] if is_pair else [])
 
 
-_MEASURES: tuple[tuple[str, Callable[[Layer], str]], ...] = (
-    ("underflow", lambda layer: percent(layer.share_lost)),
-    ("headroom", lambda layer: bits(layer.headroom)),
-    ("lost updates", lambda layer: percent(layer.share_lost_updates)),
-)
-
-
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(aligned([head, *rows], right=(), empty=""))  # a run has its column
-
-
-def _differing(row: Sequence[Layer | None], text: Callable[[Layer], str]) -> tuple[str, ...]:
-    layer = next(each for each in row if each is not None)
-    values = (NONE if each is None else text(each) for each in row)
-    return one_line(layer.name), _KINDS[layer.kind], *values

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from halfstep._common.formats import dtype_name
-from halfstep._common.numbers import percent, things
+from halfstep._common.numbers import things
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import is_bypassed, members, name
 from halfstep._gradients.scalars import CPU, combine
-from halfstep._master_weights.lost_updates import StepUpdates, looked_at
 from halfstep._master_weights.master_weights import (
     LOWER,
     StoreName,
@@ -34,9 +28,8 @@ from halfstep._master_weights.master_weights import (
     master_weights,
 )
 from halfstep._pytorch import compiler, optim
-from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by, world
+from halfstep._pytorch.distributed import has_process_group, reduced_by, world
 from halfstep._pytorch.listeners import listening_to_backward
-from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._scaler import GradScaler, Guard, GuardScaler, access, guard
 from halfstep._tools.patches import Patches, TopLevelCalls, not_compiled, watch_steps
 from halfstep._tools.replay.replay import is_replaying
@@ -73,17 +66,10 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
     DistributedDataParallel, which needs to know the dtype of the gradients. They stay when the
     block ends. ``say`` receives each message as one line.
     """
-    adding, small = _Adding(additions, say), _SmallUpdates()
-    with Patches() as patches:
+    adding = _Adding(additions, say)
+    with Patches() as patches, listening_to_backward(adding.before_backward):
         adding.install(patches)
-        with (
-            listening_to_backward(adding.before_backward),
-            register_optimizer_step_pre_hook(small.before_step),
-            register_optimizer_step_post_hook(small.after_step),
-        ):
-            yield
-    if text := small.text():
-        say(f"--masters: {text}")
+        yield
 
 
 class _Watching(TopLevelCalls):
@@ -291,56 +277,3 @@ def _holds_others(optimizer: Optimizer) -> bool:
     """Return whether an optimizer steps others; as SAM, it may then evaluate a closure late."""
     held = (each for each in vars(optimizer).values() if each is not optimizer)
     return len(members(optimizer)) > 1 or any(isinstance(each, Optimizer) for each in held)
-
-
-# --- updates that only the masters keep -----------------------------------------------------------
-
-
-class _OfParameters(StepUpdates):
-    """The parameters themselves before a step, in place of their master weights."""
-
-    def _looked_at(self, param: Tensor) -> Tensor:
-        return self._part(local_part(param.detach()))
-
-
-class _SmallUpdates:
-    """The share of updates that change no 16-bit parameter, in steps 1, 2, 4, 8, ...
-
-    Of large tensors, equally spaced rows count. Sync: none before :meth:`text`.
-    """
-
-    def __init__(self) -> None:
-        self._num_steps = weakref.WeakKeyDictionary[Optimizer, int]()
-        self._open: StepUpdates | None = None
-        self._process, self._num_counted = os.getpid(), 0
-        self._total: dict[torch.device, Tensor] = {}
-
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or is_replaying() or not has_master_weights(optimizer):
-            return
-        number = self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
-        if number.bit_count() == 1:
-            has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-            with suppress(Exception), unseen_by_modes():  # counting must not end a run
-                self._open = _OfParameters(optimizer, has_closure, looked_at)
-
-    def after_step(self, *_: object) -> None:
-        if self._open is not None:
-            with suppress(Exception), unseen_by_modes():
-                for each in self._open.counted():
-                    if each.dtype in LOWER:
-                        device = each.counts.device
-                        self._total[device] = self._total.get(device, 0) + each.in_full()
-                self._num_counted += 1
-            self._open = None
-
-    def text(self) -> str:
-        """Return a sentence; empty if nothing was counted, and in a fork."""
-        updates, lost = sum((each.cpu() for each in self._total.values()), torch.zeros(2)).tolist()
-        if not updates or self._process != os.getpid():
-            return ""
-        return (
-            f"{percent(lost / updates)} of the updates in "
-            f"{things(self._num_counted, 'sampled step')} were too small for the 16-bit weights; "
-            "the master weights kept them"
-        )

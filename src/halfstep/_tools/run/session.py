@@ -9,10 +9,9 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from statistics import fmean
@@ -58,7 +57,6 @@ from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
 from halfstep._tools.user_code import OURS
 from halfstep.errors import HalfstepWarning, RecordError
-from halfstep.sinks import Sink, TensorBoard, WandB
 
 if TYPE_CHECKING:
     from halfstep._tools.watch.watch import Watch
@@ -90,32 +88,12 @@ class Options:
     amp: torch.dtype | None
     diagnose_seconds: float | None = None  # None: replay no step
     has_children: bool = True  # whether the processes that the program starts are recorded too
-    sinks: tuple[str, ...] = ()
     additions: Additions | None = None
     run_as: tuple[str, ...] = ()  # the words of the command, without the folder, for advice
 
     @property
     def is_guarding(self) -> bool:
         return self.additions is not None and self.additions.is_guarding
-
-
-class RunSink:
-    """A sink that is made at the first step, when the program has started its W&B run.
-
-    Scalars are those of the run: of its first rank, and not of each process that it starts.
-    """
-
-    def __init__(self, name: str, folder: Path, *, is_child: bool) -> None:
-        self._make = partial(TensorBoard, folder) if name == "tensorboard" else WandB
-        self._is_child = is_child
-        self._sink: Sink | None = None
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Pass the scalars on."""
-        if machine.rank() or (self._is_child and machine.num_ranks() == 1):
-            return
-        self._sink = self._sink or self._make()
-        self._sink.log(step, scalars)
 
 
 class RecordOfProcess(record):
@@ -129,8 +107,7 @@ class RecordOfProcess(record):
     def __init__(
         self, options: Options, folder: Path, begun: Callable[[], None], *, is_child: bool
     ) -> None:
-        sinks = [RunSink(name, folder, is_child=is_child) for name in options.sinks]
-        super().__init__(folder, every=options.every, sinks=sinks)
+        super().__init__(folder, every=options.every)
         self._is_child, self._run_as, self._begun = is_child, options.run_as, begun
         self.file: Path | None = None  # before the first step
 
@@ -391,8 +368,7 @@ class Session:
 
     def _say_and_note(self, text: str) -> None:
         self._record.add_note(text)
-        if not (self._is_closed and self._options.is_quiet):  # no line at the end
-            self._say(text)
+        self._say(text)
 
     def _say_of_amp(self, text: str) -> None:
         if OWN_PRECISION in text:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from halfstep._common.numbers import things
 from halfstep._common.text import TableLine, aligned
@@ -120,35 +120,6 @@ class Row:
     def cast_bytes(self) -> int:
         """The bytes that its casts read and write."""
         return sum(cast.bytes for cast in self.casts)
-
-    def plain(self) -> dict[str, Any]:
-        """Return plain values by name: one row of a data frame."""
-        return {
-            "module": self.module,
-            "call": self.call,
-            "phase": self.phase,
-            "op": self.op,
-            "input_dtypes": [value.dtype for value in self.inputs],
-            "input_shapes": [list(value.shape) for value in self.inputs],
-            "compute_dtype": self.compute,
-            "output_dtype": self.output,
-            "output_shapes": [list(value.shape) for value in self.outputs],
-            "rule": self.rule,
-            "autocast": self.autocast,
-            "casts": [
-                {
-                    "from": cast.source.dtype,
-                    "to": cast.to,
-                    "bytes": cast.bytes,
-                    "source": cast.source.name,
-                    "by_hand": cast.by_hand,
-                }
-                for cast in self.casts
-            ],
-            "num_casts": len(self.casts),
-            "cast_bytes": self.cast_bytes,
-            "device": self.device,
-        }
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:

@@ -65,14 +65,14 @@ class trace:
         >>> model, x = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)), torch.ones(2, 8)
         >>> with trace(model) as t, halfstep.autocast("cpu", torch.bfloat16):
         ...     y = model(x)
-        >>> for row in t.rows():
-        ...     print(row["module"], row["op"], row["compute_dtype"], row["rule"])
+        >>> for row in t.ops:
+        ...     print(row.module, row.op, row.compute, row.rule)
         0 addmm bfloat16 linear:lower
         1 _softmax float32 softmax:fp32-dtype
-        >>> [cast["bytes"] for cast in t.rows()[1]["casts"]]  # 2 x 4 elements, 2 and 4 bytes each
+        >>> [cast.bytes for cast in t.ops[1].casts]  # 2 x 4 elements, 2 and 4 bytes each
         [48]
         >>> t
-        <trace: 2 ops, policy standard: table(), rows()>
+        <trace: 2 ops, policy standard: table(), ops>
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,7 +92,7 @@ class trace:
     def __repr__(self) -> str:
         num_ops = sum(not row.is_cast_only for row in self.ops)
         policy = f"policy {policy}" if (policy := self.environment.get("policy")) else "no policy"
-        return f"<trace: {things(num_ops, 'op')}, {policy}: table(), rows()>"
+        return f"<trace: {things(num_ops, 'op')}, {policy}: table(), ops>"
 
     def __enter__(self) -> Self:
         if self._model is None:
@@ -119,7 +119,7 @@ class trace:
 
     @property
     def ops(self) -> tuple[Row, ...]:
-        """The ops, each with the tensors that it read and wrote, as plain data."""
+        """The ops, each with the tensors that it read and wrote: ``pandas.DataFrame(t.ops)``."""
         self._read()
         return self._ops
 
@@ -127,16 +127,6 @@ class trace:
         """Return the ops by phase and module as text; equal calls share a line."""
         environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         return table_of(self.ops, [*self.notes, environment])
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary of plain values for each op: ``pandas.DataFrame(t.rows())``.
-
-        Keys: ``module``, ``call``, ``phase``, ``op``, ``input_dtypes``, ``input_shapes``,
-        ``compute_dtype``, ``output_dtype``, ``output_shapes``, ``rule``, ``autocast`` (the lower
-        precision, None where autocast was off), ``casts`` (each with ``from``, ``to``, ``bytes``,
-        ``source``, ``by_hand``), ``num_casts``, ``cast_bytes``, ``device``.
-        """
-        return [row.plain() for row in self.ops]
 
     def _read(self) -> None:
         if self._tracer is not None:
