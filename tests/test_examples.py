@@ -391,7 +391,7 @@ def test_the_report_of_the_agent(tmp_path: Path, unit: str, says: str) -> None:
     for words in (["run", "-q", "-o", tmp_path, "--every", "20", *script], ["report", tmp_path]):
         told = printed_by("-m", "halfstep", *words, cwd=tmp_path)
     assert re.match(says, told)
-    assert ("grown); it began in `value`" in told) == (unit == "1")
+    assert ("grown); inf or NaN came first in the gradients of `value`" in told) == (unit == "1")
 
 
 def test_the_first_command_of_the_readme_prints_its_cure(tmp_path: Path) -> None:

@@ -281,6 +281,7 @@ def test_of_several_records_in_a_folder_one_has_to_be_named(options, tmp_path, c
 def test_a_record_that_does_not_exist_is_looked_for(given, meant, tmp_path, capsys):
     for name in ("train-1", "train-2", "other"):
         records.healthy(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "train-9.txt").touch()  # no folder
     code, out, err = called(capsys, "report", given)
     assert (code, out) == (2, "")
     assert f"{given} does not exist" in err

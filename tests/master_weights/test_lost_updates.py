@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.device import DEVICE
@@ -88,6 +89,17 @@ def test_a_skipped_step_loses_nothing(fused: bool) -> None:
     assert math.isnan(lost.share)
     assert str(lost).startswith("no updates were seen: optimizer.step() belongs in the block. ")
     assert not _global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize("rate", [np.float64(0.1), np.float32(0.1)])
+def test_a_rate_of_numpy_counts(rate: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate  # as schedules write it that are computed with NumPy
+    model(torch.ones(1, 4)).sum().backward()
+    with lost_updates(optimizer) as lost:
+        optimizer.step()
+    assert lost.share == 0.0
 
 
 def test_a_closure_counts_by_its_own_gradients() -> None:

@@ -29,7 +29,13 @@ from halfstep._common.text import Code, names, say
 from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
-from halfstep._tools.record.run import HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP
+from halfstep._tools.record.run import (
+    HOOKS_AND_SCALE,
+    OWN_PRECISION,
+    PAST_THE_SCALER,
+    TORCH_SCALER,
+    WRONG_STEP,
+)
 from halfstep._tools.report.about_steps import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences, summary_row
@@ -305,8 +311,24 @@ RUNS = {
             ],
         )
     ),
+    "one of two optimizers is skipped": short(
+        *(
+            each
+            for n in range(1, 31)
+            for each in (
+                taken(n, 2.0**-n),
+                skip(n, 2.0**-n, optimizer="SGD") if n > 18 else taken(n, 2.0**-n, optimizer="SGD"),
+            )
+        )
+    ),
     "weights that fp16 cannot hold": run(
         sample(40, [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))])
+    ),
+    "five weights that fp16 cannot hold": run(
+        sample(
+            40,
+            [tensor("parameter", f"{n}.weight", counted({20 + n % 3: 1, 0: 7})) for n in range(5)],
+        )
     ),
     "a rule that never acted": run(records.note(100, IDLE)),
     **{
@@ -586,3 +608,11 @@ def test_cures_of_what_run_scales_name_no_scaler(tmp_path):
     given = {code for each in found for code in codes(each)}
     assert "halfstep run --amp=bf16 train.py" in given
     assert not any("GradScaler" in code for code in given)
+
+
+def test_cures_of_a_script_that_keeps_its_precision_are_not_options_of_amp(tmp_path):
+    header = records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py"))
+    own = records.note(1, f"--amp fp16: {OWN_PRECISION} GradScaler")
+    found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), own, header=header)
+    assert any(" use bf16 where the device has it." in each.cure for each in found)
+    assert not any("--amp=bf16" in code for each in found for code in codes(each))

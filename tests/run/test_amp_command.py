@@ -522,7 +522,9 @@ def test_a_script_that_scales_by_itself(dtype: Any, scaler_class: Any, autocast:
     own_loop(alone, scaler_class, autocast)
 
     assert len(said) == 1
-    assert said[0].endswith("the script has its own GradScaler; nothing is added to it")
+    assert said[0].endswith(
+        "the script has its own GradScaler; no autocast and no scale are added to it"
+    )
     assert_same(model.parameters(), alone.parameters())
 
 
@@ -664,7 +666,10 @@ def test_parameters_that_the_script_keeps_in_float16() -> None:
         step_on(optimizer, y.mean())
 
     (message,) = said_by(script)
-    assert "keeps parameters of Seen in float16 itself; nothing is added to it" in message
+    assert (
+        "keeps parameters of Seen in float16 itself; no autocast and no scale are added to it"
+        in message
+    )
 
 
 # --- what is left behind --------------------------------------------------------------------------

@@ -54,6 +54,32 @@ def test_the_training_and_the_rest_of_the_record_are_the_same(done, halfstep_run
     assert second.diagnoses == ()
 
 
+OWN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), nn.LayerNorm(16), nn.Linear(16, 1))
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+for n in range(12):
+    if n == 8:
+        for layer in model[:6]:
+            layer.weight.data *= 100
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(8, 16)).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_the_cure_of_a_script_that_keeps_its_precision_is_no_option_of_amp(halfstep_run, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    done = halfstep_run("--amp", "fp16", "--diagnose", "-o", "out", "own.py")
+    assert "GradScaler; no autocast and no scale are added to it" in done.err
+    (only,) = read_run(tmp_path / "out").diagnoses
+    assert only.diagnosis.cure.text == 'halfstep.autocast("cpu", dtype=torch.bfloat16)'
+
+
 def test_without_a_scaler_the_step_has_the_same_number(halfstep_run, tmp_path):
     done = halfstep_run("-q", "--diagnose", "-o", "out", SCRIPT, "unscaled")
     assert (done.code, done.err) == (0, "")

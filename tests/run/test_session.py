@@ -259,7 +259,7 @@ def with_bad_steps(*steps, norm):
         (Seen(first_scale=1.0, scale=1.0), []),  # of a guard
         (
             Seen(first_scale=65536.0, scale=2.0**-126),
-            ["the scale fell from 2^16 to 2^-126; "
+            ["the scale began at 2^16 and ended at 2^-126; "
              "halfstep run G brings it back once gradients are finite at a larger one"],
         ),
     ],

@@ -30,11 +30,12 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def near(path: Path, suffix: str = "") -> str:
-    """Return ``"; did you mean 'train.py'?"`` with the path most similar to a missing one."""
+    """Return ``"; did you mean 'train.py'?"``, the most similar path; without suffix, a folder."""
     if not path.parent.is_dir():
         return near(path.parent)
     try:
-        names = [each.name for each in path.parent.iterdir() if each.name.endswith(suffix)]
+        paths = (each for each in path.parent.iterdir() if suffix or each.is_dir())
+        names = [each.name for each in paths if each.name.endswith(suffix)]
     except PermissionError:
         return ""
     longer = [name for name in names if name.startswith(path.name)]  # e.g. without the date

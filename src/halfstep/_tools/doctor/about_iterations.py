@@ -23,14 +23,11 @@ _RELEVANT = re.compile(rf"zero_grad|update|clip|clamp_|div_|mul_|{_OPAQUE.patter
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
-_LOOKS = r"load|resume|restart|restore|recover|print|isinstance"
-_NO_UPDATE = re.compile(rf"save|checkpoint|{_LOOKS}", re.I)
-"""A pattern for functions that take a scaler without updating it."""
 _CLEARS = re.compile(r"zero_?grad|^zero_$|set_to_none|clear_?grad|^grad$", re.I)
 """A pattern for names in code that clears gradients."""
 _TAKEN = re.compile(r"scale|skip|finite|inf\b|nan\b|overflow|taken|outcome", re.I)
 """A pattern for conditions that a step was taken."""
-_NO_SAVE = re.compile(_LOOKS, re.I)
+_NO_SAVE = re.compile(r"load|resume|restart|restore|recover|print|isinstance", re.I)
 """A pattern for functions that take a scaler without saving it."""
 
 
@@ -53,7 +50,6 @@ def findings(program: Program) -> Iterator[Finding]:
         yield from _schedules(program, root)
         yield from _never_zeroed(program, root)
         yield from _never_stepped(program, root)
-    yield from _never_updated(program)
     yield from _never_saved(program)
     yield from _closures(program)
 
@@ -150,50 +146,32 @@ def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
     yield catalog.finding("gradients-never-zeroed", step.line, [optimizer], optimizer=optimizer)
 
 
-def _never_updated(program: Program) -> Iterator[Finding]:
-    """Yield findings about scalers that the file steps, but never updates or passes on.
-
-    The file creates them, or they are its variables, as in ``optimizer, scaler = create(model)``.
-    """
-    for site in program.sites:
-        made = program.meaning.scaler(site.owner, site.scope)
-        name = dotted(site.owner)
-        is_made_elsewhere = not any(program.meaning.candidates(site.owner, site.scope))
-        is_own = bool(made.line) if made else is_made_elsewhere and site.scope.is_variable(name)
-        if not is_own or not program.is_scaler_step(site):
-            continue
-        scales = any(program.scaled_by(each) for each in program.sites if _are_near(each, site))
-        is_elsewhere = site.scope.class_name in program.meaning.names.inheriting and not scales
-        if not is_elsewhere and not _is_handed_on(program, name, "update", _NO_UPDATE):
-            yield finding("update-missing", site.line, scaler=name, optimizer=_optimizer_of(site))
-
-
 def _never_saved(program: Program) -> Iterator[Finding]:
     """Yield findings about scalers that the file creates, but does not save with the optimizer."""
     states = (site for site in program.sites if site.method == "state_dict")
     saved = [s for s in states if program.meaning.is_optimizer(s.owner, s.scope)]
     for name, scaler in program.scalers.items() if saved else ():
         is_on = bool(scaler.line) and scaler.enabled is not False
-        if is_on and not _is_handed_on(program, name, "state_dict", _NO_SAVE):
+        if is_on and not _is_handed_on(program, name):
             yield finding(
                 "scaler-not-saved", saved[0].line, scaler=name, optimizer=dotted(saved[0].owner)
             )
 
 
-def _is_handed_on(program: Program, name: str, method: str, other: re.Pattern[str]) -> bool:
-    """Return whether a method of a scaler is used, or the scaler is passed on to other code.
+def _is_handed_on(program: Program, name: str) -> bool:
+    """Return whether the state of a scaler is used, or the scaler is passed on to other code.
 
-    Functions whose names match ``other`` do not count.
+    Functions whose names match ``_NO_SAVE`` do not count.
     """
     last, calls = name.rpartition(".")[2], program.meaning.names.calls
     for node in ast.walk(program.tree):
         parts: list[ast.expr | None] = []
         match node:
-            case ast.Attribute(value=owner, attr=attribute) if attribute == method:
+            case ast.Attribute(value=owner, attr=attribute) if attribute == "state_dict":
                 if dotted(owner).rpartition(".")[2] == last:
                     return True
             case ast.Call(func=called, args=args, keywords=keywords) if (
-                node not in calls and not other.search(ast.unparse(called))
+                node not in calls and not _NO_SAVE.search(ast.unparse(called))
             ):
                 parts = [*args, *(keyword.value for keyword in keywords)]
             case ast.Return(value=value) | ast.Assign(value=value):

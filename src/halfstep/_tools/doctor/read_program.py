@@ -182,11 +182,13 @@ class Program:
         """
         has_adapters = any(map(_ADAPTERS.search, self.words | self.imported))
         return [
-            Built(root, site, ast.unparse(model), f"{site.target_name}.create_optimizer()")
+            Built(root, site, ast.unparse(model), f"{name or 'trainer'}.create_optimizer()")
             for root in self.roots
             for site in root.sites
-            if site.target_name and not has_adapters
-            if any(s.method == "train" and dotted(s.owner) == site.target_name for s in root.sites)
+            if not has_adapters
+            for name in [site.target_name or None]
+            for train in (s.owner for s in root.sites if s.method == "train")
+            if train is site.call or dotted(train) == name
             if _TRAINER.fullmatch(self.meaning.qualified(site.call.func, site.scope))
             if (model := argument(site.call, "model", 0)) is not None
         ]

@@ -72,8 +72,8 @@ MOST_BACKWARD = 256
 MOST_WAITS = 4
 """Number of steps without a backward pass, as of a second optimizer, after which a sample ends."""
 NO_MODEL = (
-    "no model was found: none was called in the first step, or it was called inside compiled code. "
-    "Name it: halfstep.record(path, model=model)"
+    "no model was found: none was called in the first step (model.forward() is not seen), or "
+    "it was called inside compiled code. Name it: halfstep.record(path, model=model)"
 )
 
 RUINED = (

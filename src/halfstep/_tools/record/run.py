@@ -30,6 +30,7 @@ PAST_THE_SCALER = "steps were taken past the scaler"
 HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
 TORCH_SCALER = "torch.amp.GradScaler scales the losses"
 CLIPPED_EARLY = "clipped before they are unscaled"
+OWN_PRECISION = "the script has its own"  # autocast or GradScaler, which --amp leaves as it is
 WRONG_STEP = "a step was wrong, as it is with torch.amp"
 NO_STEP = (
     "no optimizer step was seen: the program made none, steps by hand, or trains in processes that "

@@ -20,7 +20,7 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, names, say
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts, predicate, shown
-from halfstep._tools.record.run import NO_STEP, options_in, with_options
+from halfstep._tools.record.run import NO_STEP, OWN_PRECISION, options_in, with_options
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, BadPlace, Curve, Facts, Origin, StepCounts, Summary
 from halfstep._tools.watch.skips import ENDLESS, MANY
@@ -39,7 +39,7 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     last = f", the last at {seconds(facts.duration)}" if summary.steps.num else ""
     when = f"after {things(summary.steps.num, 'step')}{last}"
     if facts.error == "KeyboardInterrupt":
-        yield say("notice", f"The run was interrupted by hand {when}.")
+        yield say("notice", f"The run was interrupted (Ctrl-C, or a SIGINT) {when}.")
     elif facts.error is not None:
         failed = () if facts.error_rank is None else (facts.error_rank,)
         what = f"The run ended {when}, with an error{on_ranks(failed, facts)}: "
@@ -179,7 +179,7 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     # What these would do with finite inputs is not known: a replay finds it.
     are_bad = any(x.inf or x.nan for x in later)
     more = " Later modules had inf or NaN too, and may overflow next." if are_bad else ""
-    return (" The outputs of ", Code(overflowed.name), " overflowed", *keep, f".{more}")
+    return (" The outputs of ", Code(overflowed.name), " had inf", *keep, f".{more}")
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
@@ -203,7 +203,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
     left_out = steps.reasons.get("left out by the script", 0)
     if steps.num_skipped_later > left_out:
         yield _skipped(summary, steps)
-    if steps.num and not steps.num_taken and not steps.num_skipped_later:
+    if steps.num and not (steps.num_taken or steps.partly or steps.num_skipped_later):
         yield say(
             "warning",
             "No recorded step was taken: the scale was still coming down, as it does at the start.",
@@ -274,11 +274,14 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
         what += f", up to {count(steps.longest_in_a_row)} in a row"
     if steps.num_by_scaling:
         what += f", besides {count(steps.num_by_scaling)} {_by_scaling(steps)}"
+    if partly := set(later).intersection(steps.partly):
+        what += f"; another optimizer took {count(len(partly))} of them"
     parts = [what, *_began(summary, later), "."]
     if steps.skipped_at_end >= ENDLESS:
+        last = steps.skipped[-steps.skipped_at_end :]
+        end = ", and nothing was learned in them" if partly.isdisjoint(last) else ""
         parts.append(
-            f" The skips do not end: the last {count(steps.skipped_at_end)} steps were all "
-            "skipped, and nothing was learned in them."
+            f" The skips do not end: the last {count(len(last))} steps were all skipped{end}."
         )
     has_other_cause = (
         _explained(summary).issuperset(later)
@@ -326,10 +329,8 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
             yield f"; inf or NaN was met{where}"
         return
     origin, num = known[0]
-    if num < len(later):
-        yield f"; {count(num)} of them began in "
-    else:
-        yield "; all began in " if num > 1 else "; it began in "
+    which = f"in {count(num) if num < len(later) else 'all'} of them " if len(later) > 1 else ""
+    yield f"; {which}inf or NaN came first in the gradients of "
     yield Code(origin.module or "(the model)")
     where = on_ranks(origin.ranks, summary.facts)
     if where:
@@ -337,7 +338,7 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         yield from names(origin.parameters[:2])  # of a list that may be cut
         yield ")"
     if len(known) > 1:
-        yield ", others in "
+        yield ", in others in those of "
         yield from names(str(other.module) for other, _ in known[1:])
 
 
@@ -357,10 +358,10 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     is_possible = gradients is None or not gradients.window.is_empty
     yield " What helps:"
     overflowed_at = None if scale is None else scale.overflowed_at
-    if overflowed_at is not None and overflowed_at <= 1:
-        yield f" {_AVERAGE}"
+    if overflowed_at is not None and overflowed_at <= 1 and steps.skipped_at_end < ENDLESS:
+        yield f" {_AVERAGE}"  # which is a smaller scale, and one was small enough
     if is_possible and overflowed_at is not None and overflowed_at > 1:
-        if not is_scaled_by_run(summary.facts):
+        if not is_scaled_by_run(summary):
             below = power_below(overflowed_at)
             first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
             yield " stay below the scales that overflow, "
@@ -370,35 +371,26 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         yield " keep that module in float32, "
         yield call
         yield ", or"
-    yield from in_bf16(summary.facts)
+    yield from in_bf16(summary)
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
-    """Yield a sentence if the scale fell until it was useless, or is not needed at all."""
+    """Yield a sentence if the scale ended where it was useless, or is not needed at all."""
     scale = summary.scale
     if scale is None or not is_scaled(summary):
         return
     if summary.lower == "bf16" and summary.policies:
-        yield say(
-            "notice",
-            "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler. ",
-            *(
-                ("Run ", again(summary.facts, "--amp=bf16"))
-                if is_scaled_by_run(summary.facts)
-                else ("Leave it out, or give it ", Code("enabled=False"))
-            ),
-            ".",
-            evidence="policy",
-        )
+        said = "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler."
+        yield say("notice", said, evidence="policy")
     elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just before a trial
         yield say(
             "bad",
-            f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
-            "no gradient from underflow.",
+            f"The scale began at {power(scale.first)} and ended at {power(scale.last)}, where it "
+            "protects no gradient from underflow.",
             cure=(
                 f" What helps: {_AVERAGE} check where the skips began, keep that module in "
                 "float32, or",
-                *in_bf16(summary.facts),
+                *in_bf16(summary),
                 *_guarded(summary.facts, "brings it back once a larger one is usable"),
             ),
             evidence="steps",
@@ -552,21 +544,26 @@ def again(facts: Facts, option: str) -> Code:
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    if not facts.header.run_as or is_scaled_by_run(facts):
+    if not facts.header.run_as or _has_fp16(facts):
         return False
     return option not in {word.partition("=")[0] for word in options_in(facts.header.run_as)}
 
 
-def is_scaled_by_run(facts: Facts) -> bool:
+def is_scaled_by_run(summary: Summary) -> bool:
     """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
+    is_own = any(OWN_PRECISION in note.text for note in summary.notes)
+    return _has_fp16(summary.facts) and not is_own
+
+
+def _has_fp16(facts: Facts) -> bool:
     return bool(facts.header.run_as) and "--amp=fp16" in options_in(facts.header.run_as)
 
 
-def in_bf16(facts: Facts) -> tuple[str | Code, ...]:
+def in_bf16(summary: Summary) -> tuple[str | Code, ...]:
     """Return the advice to use bf16, the end of a sentence: an option if ``run`` chose fp16."""
     advice = " use bf16 where the device has it"
-    if is_scaled_by_run(facts):
-        return f"{advice}, ", again(facts, "--amp=bf16"), "."
+    if is_scaled_by_run(summary):
+        return f"{advice}, ", again(summary.facts, "--amp=bf16"), "."
     return (f"{advice}.",)
 
 

@@ -140,7 +140,7 @@ def about_motion(summary: Summary) -> Iterator[Sentence]:
 def _at_scale(summary: Summary) -> str:
     scale = summary.scale
     if scale is None or summary.gradients is None or not is_scaled(summary):
-        return "without a scaler"
+        return "without a GradScaler"  # a script may multiply its loss by itself
     if scale.min == scale.max:
         return f"at scale {power(scale.min)}"
     return f"at the scales of the samples (the last: {power(summary.gradients.scale)})"
@@ -153,12 +153,13 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
         return "", ()
     best, window = gradients.best, gradients.window
     call: tuple[str | Code, ...] = ()
-    if not is_scaled_by_run(summary.facts):
+    if not is_scaled_by_run(summary):
         call = (" ", Code(f"halfstep.GradScaler(init_scale={literal(best)})"), ".")
     if not window.is_empty and not window.is_at_least:
         top = window.largest
         to = "" if top is None or top == window.smallest else f" to {power(top)}"
-        return f"; a scale of {power(window.smallest)}{to} would lose none", call
+        which = "scale of" if is_scaled(summary) else "GradScaler at"
+        return f"; a {which} {power(window.smallest)}{to} would lose none", call
     if best <= gradients.scale:
         return f"; a larger scale than {power(best)} would overflow", ()
     if window.is_empty:
@@ -182,7 +183,7 @@ def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
     known = known_origins(summary, summary.steps.skipped)
     where = str(known[0][0].module) if known else worst.name.rpartition(".")[0]
     call = island(where, summary)
-    bf16 = in_bf16(summary.facts) if summary.lower == "fp16" else ()
+    bf16 = in_bf16(summary) if summary.lower == "fp16" else ()
     if call is None:
         return (" What helps:", *bf16) if bf16 else ()
     overflow = ", where larger scales overflow," if known else ""
@@ -305,17 +306,20 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             evidence=row_of(summary, layer),
             follows=summary.follows_from(layer.headroom_step),
         )
-    for layer in summary.of_kind("parameter"):
-        outside = layer.overflow.get(layer.format, 0)
-        if outside:
-            yield say(
-                "warning",
-                Code(layer.name),
-                f" has entries beyond the largest value of {layer.format} ({count(outside)} in "
-                f"{things(layer.num_samples, 'sample')}, the largest: {layer.amax:.4g}); a cast to "
-                "it makes inf.",
-                evidence=row_of(summary, layer),
-            )
+    outside = [x for x in summary.of_kind("parameter") if x.overflow.get(x.format)]
+    if outside:
+        worst = max(outside, key=lambda layer: layer.amax)
+        others = [other for other in outside if other is not worst]
+        yield say(
+            "warning",
+            Code(worst.name),
+            f" has entries beyond the largest value of {worst.format} "
+            f"({count(worst.overflow[worst.format])} in {things(worst.num_samples, 'sample')}, the "
+            f"largest: {worst.amax:.4g})",
+            *(("; ", *_names(others), " too") if others else ()),
+            "; a cast to it makes inf.",
+            evidence=row_of(summary, worst),
+        )
 
 
 def about_zeros(summary: Summary) -> Iterator[Sentence]:

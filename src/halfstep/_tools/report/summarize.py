@@ -139,6 +139,7 @@ def _steps(run: Run) -> StepCounts:
         share_skipped=num_skipped / num if num else 0.0,
         reasons=dict(Counter(reason for _, reason in reasons).most_common()),
         skipped=tuple(step for step, is_skipped in skipped if is_skipped),
+        partly=tuple(of[0].step for of in iterations if len({step.taken for step in of}) > 1),
         start_up=start_up,
         after_growth=after_growth,
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),

@@ -80,6 +80,7 @@ class StepCounts:
         share_skipped: ``num_skipped`` as a share of all steps; 0 if there are no steps.
         reasons: The number of skipped steps by reason, the most frequent first.
         skipped: The skipped steps.
+        partly: Those of them that another optimizer took.
         ranks: The first ranks with inf or NaN, if the ranks exchanged this.
         start_up: The skipped iterations in which dynamic scaling was still searching for its first
             usable scale, which is normal.
@@ -98,6 +99,7 @@ class StepCounts:
     share_skipped: float
     reasons: Mapping[str, int]
     skipped: tuple[int, ...]
+    partly: tuple[int, ...]
     ranks: tuple[int, ...]
     start_up: tuple[int, ...]
     after_growth: tuple[int, ...]

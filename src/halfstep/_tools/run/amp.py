@@ -32,6 +32,7 @@ from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
 from halfstep._scaler import DueSchedules, GradScaler, GuardScaler, access
 from halfstep._tools.patches import Patches, subclasses, watch_steps
+from halfstep._tools.record.run import OWN_PRECISION
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts
@@ -112,7 +113,7 @@ def _switch_off_for_scalers(patches: Patches, ours: GradScaler | None, script: S
         if not script.is_training or scaler is ours:
             return
         if not isinstance(scaler, GuardScaler):
-            script.switch_off("the script has its own GradScaler")
+            script.switch_off(f"{OWN_PRECISION} GradScaler")
         elif script.is_scaling:  # the guard and our scaler would both skip steps
             script.switch_off("the script has a guard, which checks unscaled gradients")
 

@@ -21,7 +21,7 @@ from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._tools.patches import TopLevelCalls, not_compiled
-from halfstep._tools.record.run import HIDDEN, seen_in
+from halfstep._tools.record.run import HIDDEN, OWN_PRECISION, seen_in
 from halfstep._tools.replay.replay import is_replaying
 from halfstep.events import has_own_policies
 
@@ -65,10 +65,10 @@ class ScriptState:
         return self.is_on and not is_replaying()
 
     def switch_off(self, reason: str) -> None:
-        """Add nothing to the script from now on, and print why."""
+        """Add no autocast and no scale to the script from now on, and print why."""
         if self.is_on:
             self.is_on = False
-            self._say(f"{reason}; nothing is added to it")
+            self._say(f"{reason}; no autocast and no scale are added to it")
 
     def note_by_hand(self) -> None:
         """Run models in float32 until there is an optimizer; print the reason once."""
@@ -87,7 +87,7 @@ class ScriptState:
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
-                f"the script has its own autocast, to {dtype_name(dtype)}, which keeps its dtype"
+                f"{OWN_PRECISION} autocast, to {dtype_name(dtype)}, which keeps its dtype"
                 + ("; the loss is scaled anyway" if self.is_scaling else "")
             )
 

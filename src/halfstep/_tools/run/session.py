@@ -39,6 +39,7 @@ from halfstep._tools.record.files import (
 from halfstep._tools.record.run import (
     CLIPPED_EARLY,
     NO_STEP,
+    OWN_PRECISION,
     WRONG_STEP,
     Seen,
     dtypes_text,
@@ -155,6 +156,7 @@ class Session:
         self._watch: Watch | None = None
         self._policy_use: PolicyUse | None = None
         self._is_policy_checked = False
+        self._keeps_own = False  # --amp lowers nothing, since the script does
         self._rules: dict[str, None] = {}  # of the cures so far: one command has them all
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
@@ -246,7 +248,7 @@ class Session:
         if amp is not None:
             amp_context = mixed_precision(
                 amp,
-                self._say,
+                self._say_of_amp,
                 policy=policy,
                 products=lambda: self._record.seen.products,
                 has_others=lambda: bool(self._records_of_others()),
@@ -271,7 +273,8 @@ class Session:
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
-        diagnosis = _by_option(diagnosis, self._options, self._rules)
+        options = replace(self._options, amp=None) if self._keeps_own else self._options
+        diagnosis = _by_option(diagnosis, options, self._rules)
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_process(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
@@ -365,6 +368,12 @@ class Session:
 
     def _say_and_note(self, text: str) -> None:
         self._record.add_note(text)
+        self._say(text)
+
+    def _say_of_amp(self, text: str) -> None:
+        if OWN_PRECISION in text:
+            self._keeps_own = True
+            self._record.add_note(text)
         self._say(text)
 
     def _say_of_process(self, text: str) -> None:
@@ -502,9 +511,9 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         does = _prevents(skips, "skips steps with inf or NaN gradients")
         yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
-        fell = f"from {power(seen.first_scale)} to {power(seen.scale)}"
+        began = f"the scale began at {power(seen.first_scale)} and ended at {power(seen.scale)}"
         does = _prevents(guard, "brings it back once gradients are finite at a larger one")
-        yield f"the scale fell {fell}{does}"
+        yield f"{began}{does}"
 
 
 def _prevents(option: str, does: str = "prevents that") -> str:
