@@ -159,13 +159,22 @@ def _tensor_of(placeholder: Any) -> Tensor | None:
 
 @contextmanager
 def given_others(
-    calls: Sequence[KeptCall], pairs: Sequence[tuple[Tensor, Tensor]]
+    calls: Sequence[KeptCall], pairs: Sequence[tuple[Tensor | KeptCall, Tensor]]
 ) -> Iterator[None]:
-    """Give calls other tensors in the block: the second of each pair in place of the first."""
-    others = {id(tensor): Given(other, 0) for tensor, other in pairs}
+    """Give calls other tensors in the block: the second of each pair in place of the first.
+
+    The first may be the call that makes it.
+    """
+    others = {id(each): Given(other, 0) for each, other in pairs}
     before = [(call, call.args, call.kwargs) for call in calls]
+
+    def other(placeholder: Any) -> Any:
+        tensor = _tensor_of(placeholder)
+        is_gone = tensor is None and type(placeholder) is Made
+        return others.get(id(placeholder.call if is_gone else tensor), placeholder)
+
     for call, *given in before:
-        call.args, call.kwargs = map_plain(lambda p: others.get(id(_tensor_of(p)), p), given)
+        call.args, call.kwargs = map_plain(other, given)
     try:
         yield
     finally:
