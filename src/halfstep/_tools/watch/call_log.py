@@ -29,7 +29,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
-from halfstep._tools.measure import is_finite, is_mask
+from halfstep._tools.measure import bytes_of, is_finite, is_mask
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
     Given,
@@ -152,7 +152,7 @@ class CallLog:
     def _keep_bad(self) -> None:
         """Keep the calls that made inf or NaN, which may strike in any later step."""
         found = [(each(), each) for each in self._entries.values()]
-        values = [(t, each) for t, each in found if t is not None and t.nbytes <= LARGEST_COPY]
+        values = [(t, each) for t, each in found if t is not None and bytes_of(t) <= LARGEST_COPY]
         if have_finite_values(tensor for tensor, _ in values):
             return
         for tensor, entry in values:
@@ -339,7 +339,7 @@ class CallLog:
                 self._note_half(function.__name__, args, call.at)
         if has_values:
             self._last_writes.put(args[call.name == ".data="], call)
-            self._num_held += sum(value.nbytes for value, _ in call.arguments())
+            self._num_held += sum(bytes_of(value) for value, _ in call.arguments())
             if self._num_held > MOST_COPIED:  # as of a large checkpoint that is loaded
                 call.forget()
 

@@ -16,7 +16,7 @@ from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import Change
-from halfstep._tools.measure import is_finite, is_mask
+from halfstep._tools.measure import bytes_of, is_finite, is_mask
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
@@ -76,7 +76,7 @@ def _scaled(tensor: Tensor) -> Tensor:
 def _is_large_in_most(large: _Large) -> bool:
     """Return whether the median of a column is large, so that no single row is an outlier."""
     tensor = large.source
-    if tensor.nbytes > LARGEST_COPY or is_mask(tensor):
+    if bytes_of(tensor) > LARGEST_COPY or is_mask(tensor):
         return False
     sizes = tensor.float().abs()
     columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
@@ -90,8 +90,7 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
         arguments, is_module = [*_arguments(call)], isinstance(call.function, nn.Module)
         is_product = call.name in _PRODUCTS and any(each.requires_grad for each, _ in arguments)
         if is_error or is_module or is_product or call.name.endswith("loss"):
-            data = chain.from_iterable(starmap(_data_in, arguments))
-            for tensor, made_by in data:
+            for tensor, made_by in chain.from_iterable(starmap(_data_in, arguments)):
                 if not tensor.is_floating_point() or not tensor.dim() or tensor.requires_grad:
                     continue
                 name, source = _name(tensor, made_by), _source(tensor, made_by)
@@ -99,45 +98,38 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
                     name = f"the input of {type(call.function).__name__}" if is_module else ""
                 said = _said(name, tensor) or _said(name, source)
                 if name and said:
-                    given: Tensor | KeptCall = source
-                    if made_by is not None and made_by.is_constant and not made_by.still_there():
-                        given = made_by
-                    yield _Large(name, said, source, given)
+                    is_gone = made_by and _is_remade(made_by)
+                    yield _Large(name, said, source, made_by if made_by and is_gone else source)
 
 
 def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
-    """Yield the tensors that a call was given; of rows or a cast now gone, what they are of."""
+    """Yield the tensors that a call was given; of rows or a cast now gone, what they are of.
+
+    A tensor of numbers, such as ``torch.tensor(rewards)``, is made again.
+    """
     yield from call.arguments()
     for made in call.of:
         if made.name in _PARTS and not made.still_there():
             yield from islice(_arguments(made), 1)
+        elif _is_remade(made):
+            yield made.function(*made.args, **made.kwargs or {}), made
+
+
+def _is_remade(call: KeptCall) -> bool:
+    """Return whether the loop makes a tensor of numbers in each step, and has kept none."""
+    return call.is_constant and call.random is None and not call.still_there()
 
 
 def _data_in(tensor: Tensor, made_by: KeptCall | None) -> Iterator[tuple[Tensor, KeptCall | None]]:
     """Yield a tensor, or, if results of a model are in it, the data that they were added to."""
-    of_model: set[KeptCall] = set()
-    for part in needed_for([] if made_by is None else [made_by]):
-        if is_model(part.function) or of_model.intersection(part.of):
-            of_model.add(part)
-    if made_by is None or made_by not in of_model:
+    calls = needed_for([] if made_by is None else [made_by])
+    of_model: set[KeptCall | None] = {each for each in calls if is_model(each.function)}
+    if not of_model:
         yield tensor, made_by
-        return
-    seen: set[KeptCall] = set()
-    stack = [] if tensor.requires_grad else [made_by]
-    while stack:
-        call = stack.pop()
-        if call in seen or is_model(call.function):
-            continue
-        seen.add(call)
-        yield from ((each, None) for each, made in call.arguments() if made is None)
-        for made in call.of:
-            there = [] if made in of_model else made.still_there()
-            if there is None and made.is_constant:  # as ``torch.tensor(rewards)``
-                there = [made.function(*made.args, **made.kwargs or {})]
-            if there:
-                yield there[0], made
-            else:
-                stack.append(made)
+    for call in calls if of_model and not tensor.requires_grad else ():
+        if of_model.intersection(call.of) and not is_model(call.function):
+            of_model.add(call)
+            yield from (each for each in _arguments(call) if each[1] not in of_model)
 
 
 def _source(tensor: Tensor, made_by: KeptCall | None) -> Tensor:
