@@ -601,3 +601,39 @@ def test_a_teacher_is_named_when_the_function_that_knows_it_has_returned() -> No
         goal = names["goal_of"](torch.ones(3, 4))
         (student(torch.ones(3, 4)) - goal).square().mean().backward()
     assert told[0].tensor == "teacher.weight in goal_of (<string>:3)"
+
+
+def test_predictions_that_the_script_leaves_out_are_no_fault_if_their_data_is_bad() -> None:
+    model, told = nn.Linear(4, 2), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(tell=lambda found, step: told.append(found.verdict)):
+        for i in range(24):  # more bad ones than are diagnosed
+            out = model(torch.full((3, 4), math.nan if i % 2 else 1.0))
+            if torch.isnan(out).any():
+                continue
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            assert told == []
+        for shift in (-1e3, 1e3, -1e3):
+            out = torch.sqrt(model(torch.ones(3, 4)) - shift)
+            if torch.isfinite(out).all():
+                out.square().mean().backward()
+    assert told == ["maths"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("to_layout", [Tensor.coalesce, Tensor.to_sparse_csr])
+def test_a_sparse_tensor_that_the_loop_makes_is_no_error(to_layout) -> None:
+    model, told = nn.Linear(4, 2), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(tell=lambda found, step: told.append(found.verdict)):
+        edges = to_layout((torch.eye(6) * 2).to_sparse())
+        for i in range(5):
+            weights = to_layout(torch.eye(6).to_sparse() * 3)
+            out = torch.sparse.mm(edges, model(torch.ones(6, 4))) + weights @ torch.ones(6, 2)
+            optimizer.zero_grad()
+            torch.log(out.square().sum() * (i != 3)).backward()
+            if i != 3:
+                optimizer.step()
+    assert told == ["maths"]

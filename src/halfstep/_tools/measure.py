@@ -75,6 +75,11 @@ def badness(values: Tensor) -> int | None:
     return INF if found[1] == math.inf else MINUS_INF
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """Return the size of a tensor in bytes, of a sparse one as if it were dense."""
+    return tensor.numel() * tensor.element_size()
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor contains neither inf nor NaN. Sync: one."""
     return badness(tensor) is None

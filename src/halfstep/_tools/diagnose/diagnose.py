@@ -276,12 +276,15 @@ def _of_swallowed(
     if not inspection.bad.is_overflow:
         return None  # but such as log(0)
     call = call_of(calls, first)
+    verdict: Verdict = "range" if inspection.bad.is_beyond_its_dtype else "maths"
+    judged = Diagnosis(verdict, named_by(call, inspection.bad), None, found.ends, scale)
+    if (grown := trial.usual.explain(judged)) is not None:
+        return grown
     cure = cure_search.of_swallowed(trial, first, call)
     if cure is None:
         return None
     trial.replayer.notes.append(f"an op makes finite numbers of it, and {bad.op} then goes bad")
-    verdict: Verdict = "range" if inspection.bad.is_beyond_its_dtype else "maths"
-    return Diagnosis(verdict, named_by(call, inspection.bad), None, found.ends, scale, cure)
+    return replace(judged, cure=cure)
 
 
 # --- the verdict ----------------------------------------------------------------------------------

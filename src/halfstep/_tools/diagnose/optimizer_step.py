@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from halfstep._autocast import HALVES
 from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._common.numbers import things
+from halfstep._common.numbers import listed, things
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Closure, members
 from halfstep._pytorch import autograd, distributed
@@ -45,6 +45,7 @@ STEP_IN_FLOAT32 = (
 BELOW_ZERO = "centered=True takes a root of square_avg - grad_avg**2, which rounding took below 0"
 LOST = "{0} is 0 there, which {1} rounds small values to: its gradients are not 0"
 IN_FLOAT32 = "keep {0} in float32: make it with dtype=torch.float32, and write to it without a cast"
+OF_NUMBERS = "keep {0} as Python numbers, or in float32: {1} rounds what is above {2:.6g} to 1"
 IN_PLACE_OF_LOST = (
     "the step was taken again after it, with zeros in place of what it had made inf or NaN; "
     "numbers that depend on these are left out"
@@ -83,9 +84,10 @@ def event_of(
         f"{type(optimizer).__name__} made {count:,} of {values.numel():,} entries of {name} "
         f"{what}{more}; its gradients were finite"
     )
+    own = getattr(optimizer, "state", {}).get(weight, {})
     state = {
         key: distributed.local_part(value)
-        for key, value in getattr(optimizer, "state", {}).get(weight, {}).items()
+        for key, value in own.items()
         if isinstance(value, Tensor) and value.shape == weight.shape
     }
     gradient = distributed.local_part(weight.grad.detach())
@@ -98,12 +100,20 @@ def event_of(
     causes = [f"{causes[0]}, and {zero[-1]} is 0 there" if zero else causes[0]][:has_eps]
     causes += [f"its state {key} is inf or NaN there" for key in spoilt]
     lost = [key for key in zero if state[key].dtype in HALVES and bool((gradient[bad] != 0).any())]
-    if lost and not has_eps:
+    numbers = [key for key, value in own.items() if _is_half_number(value)]
+    if lost and not numbers and not has_eps:
         causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
     texts = [STEP_IN_FLOAT32] if is_rounded else [IN_FLOAT32.format(key) for key in lost[-1:]]
+    if lost and numbers:  # a decay that is rounded to 1 keeps a state at 0, too
+        limit = 1 - torch.finfo(own[numbers[0]].dtype).eps / 4
+        texts = [OF_NUMBERS.format(listed(numbers), dtype_name(own[numbers[0]].dtype), limit)]
     texts = next(filter(None, (written(state[key]) for key in spoilt)), texts)
     cure = Cure("code", "\n".join(texts)) if texts else None
     return Diagnosis("optimizer", None, name, cure=cure, notes=tuple(causes), happened=said)
+
+
+def _is_half_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and value.dtype in HALVES
 
 
 class _StepTracker(BlameTracker):

@@ -275,6 +275,9 @@ class _Derivation:
         tree = self._filled(rule, root.arguments(names))
         if not any(part.name in _FAR for part in self.parts):
             raise _NoForm
+        of_matrix = [part.args[0] for part in self.parts if part.name in ("det", "logdet")]
+        if any((torch.linalg.slogdet(each).sign < 0).any() for each in of_matrix):
+            raise _NoForm  # the logarithm of the determinant is NaN
         tree = _Simplified().visit(tree)
         operands = {name: each.placed for name, each in self._operands.items()}
         rewrite = Rewrite(root.placed, tree, operands, [part.placed for part in self.parts])

@@ -24,6 +24,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._scaler import GradScaler, Static
+from halfstep._tools.measure import bytes_of
 from halfstep._tools.replay.observer import restoring
 from halfstep._tools.user_code import CALLED_AGAIN, Place
 
@@ -65,11 +66,11 @@ class Given:
 
     def keep(self) -> int:
         """Copy the values before they change; return the number of bytes copied."""
-        if self.copy is not None or self.tensor.nbytes > LARGEST_COPY or self.has_changed:
+        if self.copy is not None or bytes_of(self.tensor) > LARGEST_COPY or self.has_changed:
             return 0
         with torch.no_grad():
             self.copy = self.tensor.clone().requires_grad_(self.tensor.requires_grad)
-        return self.tensor.nbytes
+        return bytes_of(self.tensor)
 
     def value(self) -> Tensor:
         return self.tensor if self.copy is None else self.copy
@@ -159,13 +160,19 @@ def _tensor_of(placeholder: Any) -> Tensor | None:
 
 @contextmanager
 def given_others(
-    calls: Sequence[KeptCall], pairs: Sequence[tuple[Tensor, Tensor]]
+    calls: Sequence[KeptCall], pairs: Sequence[tuple[Tensor | KeptCall, Tensor]]
 ) -> Iterator[None]:
-    """Give calls other tensors in the block: the second of each pair in place of the first."""
-    others = {id(tensor): Given(other, 0) for tensor, other in pairs}
+    """Give calls the second of each pair in the block, in place of the first, or of its result."""
+    others = {id(each): Given(other, 0) for each, other in pairs}
     before = [(call, call.args, call.kwargs) for call in calls]
+
+    def other(placeholder: Any) -> Any:
+        tensor = _tensor_of(placeholder)
+        known = getattr(placeholder, "call", None) if tensor is None else tensor
+        return others.get(id(known), placeholder)
+
     for call, *given in before:
-        call.args, call.kwargs = map_plain(lambda p: others.get(id(_tensor_of(p)), p), given)
+        call.args, call.kwargs = map_plain(other, given)
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
-from halfstep._tools.measure import is_finite, is_mask
+from halfstep._tools.measure import bytes_of, is_finite, is_mask
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
     Given,
@@ -152,16 +152,20 @@ class CallLog:
     def _keep_bad(self) -> None:
         """Keep the calls that made inf or NaN, which may strike in any later step."""
         found = [(each(), each) for each in self._entries.values()]
-        values = [(t, each) for t, each in found if t is not None and t.nbytes <= LARGEST_COPY]
+        values = [(t, each) for t, each in found if t is not None and bytes_of(t) <= LARGEST_COPY]
         if have_finite_values(tensor for tensor, _ in values):
             return
         for tensor, entry in values:
-            if tensor.grad_fn is None and not is_finite(tensor) and not is_mask(tensor):
+            is_new = tensor.grad_fn is None and tensor not in self._made_bad
+            if is_new and not is_finite(tensor) and not is_mask(tensor):
                 self._made_bad[tensor] = entry.made, entry.version
                 self._needed_for_bad.update(needed_for([entry.made.call]))
 
     def made_bad(self, tensor: Tensor) -> Made | None:
         """Return what made a tensor bad before the second step, if nothing has written to it."""
+        if not self._first:
+            with unseen():
+                self._keep_bad()
         made, version = self._made_bad.get(tensor, (None, 0))
         return made if version == autograd.version_of(tensor) else None
 
@@ -309,6 +313,18 @@ class CallLog:
                 self._evaluated[-1].append(self._new[-1])
             if len(self._new) > MOST_CALLS:
                 self._turn()
+        if call.buffers and call.is_training and not self._first:
+            self._keep_spoiled(call)
+
+    def _keep_spoiled(self, call: KeptCall) -> None:
+        """Keep a call of a module that has made its buffers inf or NaN. Sync: one."""
+        # Versions do not say what it wrote to: batch norm does not count its writes.
+        if have_finite_values(buffer for _, _, buffer, *_ in call.buffers):
+            return
+        for _, _, buffer, _, values in call.buffers:
+            if buffer not in self._made_bad and is_finite(values) and not is_finite(buffer):
+                self._made_bad[buffer] = Made(call, -1), autograd.version_of(buffer)
+                self._needed_for_bad.update(needed_for([call]))
 
     def _drop(self, entry: _Entry) -> None:
         if self._entries.get(entry.key) is entry:
@@ -339,7 +355,7 @@ class CallLog:
                 self._note_half(function.__name__, args, call.at)
         if has_values:
             self._last_writes.put(args[call.name == ".data="], call)
-            self._num_held += sum(value.nbytes for value, _ in call.arguments())
+            self._num_held += sum(bytes_of(value) for value, _ in call.arguments())
             if self._num_held > MOST_COPIED:  # as of a large checkpoint that is loaded
                 call.forget()
 
@@ -367,10 +383,10 @@ class CallLog:
 
         The write is that to a tensor of ones, since what it held is lost.
         """
-        call = self._last_writes.get(tensor)
-        at = self.spoilt_at.get(tensor) or (None if call is None else call.at)
-        if call is None and at is None and (known := self.made_bad(tensor)) is not None:
+        call, spoilt = self._last_writes.get(tensor), self.spoilt_at.get(tensor)
+        if spoilt is None and (known := self.made_bad(tensor)) is not None:
             return known, known.call.at
+        at = spoilt or (None if call is None else call.at)
         if call is None or call.is_forgotten:
             return None, at
         again, made = copy.copy(call), list[KeptCall]()

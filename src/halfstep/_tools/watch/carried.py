@@ -11,13 +11,13 @@ from types import CodeType
 from torch import Tensor
 
 from halfstep._common.numbers import number
-from halfstep._pytorch import modes
 from halfstep._tools.line import line_text
+from halfstep._tools.measure import bytes_of
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import LARGEST_COPY, KeptCall
 from halfstep._tools.user_code import Place
 from halfstep._tools.watch.bad_steps import are_finite, largest
-from halfstep._tools.watch.call_log import CallLog
+from halfstep._tools.watch.call_log import CallLog, unseen
 
 _GROWN, _BEGUN = 100.0, 4.0
 """The growth that is one, and that of it which was measured before the bad step."""
@@ -40,11 +40,11 @@ class Carried:
         """Note the sizes when steps 1, 2, 4, 8 ... end. Sync: one for each tensor then."""
         if step >= self._next:
             self._next = 2 * step
-            with modes.unseen_by_modes():
+            with unseen():
                 last = {_key(place): tensor for tensor, place in self._log.recent()}
                 for key, tensor in last.items():
                     is_data = tensor.is_floating_point() and not tensor.requires_grad
-                    if is_data and tensor.nbytes <= LARGEST_COPY and (size := largest([tensor])):
+                    if is_data and bytes_of(tensor) <= LARGEST_COPY and (size := largest([tensor])):
                         self._sizes.setdefault(key, []).append((step, size))
 
     def grown(

@@ -59,13 +59,13 @@ class Earlier:
         bad = (grad for grad in gradients if grad is not None and not are_finite([grad]))
         return next(filter(None, map(self._of_write, bad)), None)
 
-    def _of_write(self, tensor: Tensor) -> Diagnosis | None:
+    def _of_write(self, tensor: Tensor, name: str = "") -> Diagnosis | None:
         """Return the diagnosis of what the loop last wrote to a tensor in this step."""
         value, at = self._log.wrote(tensor)
         found = None if value is None else self._diagnosis_of(value)
         if found is None or at is None or found.verdict not in ("maths", "range"):
             return found
-        name = names_in(self._model())(tensor) or name_in_code(tensor)
+        name = name or names_in(self._model())(tensor) or name_in_code(tensor)
         is_older = self._log.made_bad(tensor) is not None
         comes = (MADE_BEFORE if is_older else COMES_FROM).format(name=name, line=line_text(at.line))
         notes = tuple(note for note in found.notes if note != LEFT_GRADIENTS)
@@ -79,9 +79,14 @@ class Earlier:
         log = self._log
         bad = [tensor for tensor in weights_of(calls) if not are_finite([tensor])]
         data = [] if is_of_the_model(found) else bad_data(log.dataset)
-        places = ((each, log.wrote(each)[1]) for each in (*bad, *(each for each, _ in data)))
-        tensor, place = next((each for each in places if each[1]), (None, None))
-        halves = [each for each in (*bad, *(each for each, _ in data)) if self._overflowed(each)]
+        names = {each: said.partition(" is not")[0] for each, said in data}
+        both = [*bad, *names]
+        wrote = ((each, *log.wrote(each)) for each in both)
+        places = {
+            each: at for each, value, at in wrote if at and not (value and value.call in calls)
+        }
+        tensor, place = (*places.items(), (None, None))[0]
+        halves = [each for each in both if self._overflowed(each)]
         if found.cure is None:
             return found
         text = [found.cure.text]
@@ -90,9 +95,11 @@ class Earlier:
             is_data = any(halves[-1] is each for each, _ in data)
             written = [*self._overflowed(halves[-1]), *[STANDARDISE] * is_data]
         elif tensor is not None and tensor not in log.spoilt_at:
-            own = self._of_write(tensor)
-            if own is not None and own.verdict in ("maths", "range"):
-                return own
+            of_set = [each for each in places if each in names]
+            for each in (*of_set, tensor):  # a data set before its batch
+                own = self._of_write(each, names.get(each, ""))
+                if own is not None and own.verdict in ("maths", "range"):
+                    return own
             if own is not None and place is not None:
                 written = [_of_bad_write(place, own)]
                 text = text if log.made_bad(tensor) else []

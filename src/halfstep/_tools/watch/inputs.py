@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, starmap, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import Change
-from halfstep._tools.measure import is_finite, is_mask
+from halfstep._tools.measure import bytes_of, is_finite, is_mask
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
@@ -24,7 +25,7 @@ from halfstep._tools.replay.kept_calls import (
     is_model,
     needed_for,
 )
-from halfstep._tools.user_code import is_same_view, path_to
+from halfstep._tools.user_code import is_same_view, path_to, span_of, tree_of
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
@@ -32,6 +33,8 @@ HOW_TO_STANDARDISE = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
 _PARTS = ("__getitem__", "index_select", "to", "float", "half", "bfloat16")
+_LONGEST = 40
+"""The number of characters of the longest call that serves as a name."""
 _SIZES = ("abs", "__abs__", "pow", "__pow__", "square")
 
 
@@ -41,6 +44,7 @@ class _Large(NamedTuple):
     name: str
     said: str
     source: Tensor
+    given: Tensor | KeptCall  # the data, or the call that makes it of numbers each time
 
 
 def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[str, Change | None]:
@@ -53,8 +57,8 @@ def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[
         large, last = [*_large(calls)], [*filter(_is_large_in_most, _large(before))]
         now = [*filter(_is_large_in_most, large)]
         known = {each.name for each in (last if before else now)}
-        found = [each.source for each in (*now, *last) if each.name in known]
-        scaled = {id(each): (each, _scaled(each)) for each in found}
+        found = [each for each in (*now, *last) if each.name in known]
+        scaled = {id(each.given): (each.given, _scaled(each.source)) for each in found}
     said = {each.name: each.said for each in large}
     names, sizes = listed([*said]), "; ".join(said.values())
     text = f"standardise {names}, as by {HOW_TO_STANDARDISE}: {sizes}" if said else ""
@@ -72,7 +76,7 @@ def _scaled(tensor: Tensor) -> Tensor:
 def _is_large_in_most(large: _Large) -> bool:
     """Return whether the median of a column is large, so that no single row is an outlier."""
     tensor = large.source
-    if tensor.nbytes > LARGEST_COPY or is_mask(tensor):
+    if bytes_of(tensor) > LARGEST_COPY or is_mask(tensor):
         return False
     sizes = tensor.float().abs()
     columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
@@ -86,25 +90,46 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
         arguments, is_module = [*_arguments(call)], isinstance(call.function, nn.Module)
         is_product = call.name in _PRODUCTS and any(each.requires_grad for each, _ in arguments)
         if is_error or is_module or is_product or call.name.endswith("loss"):
-            for tensor, made_by in arguments:
-                is_data = tensor.is_floating_point() and tensor.dim() and not tensor.requires_grad
-                parts = needed_for([] if made_by is None else [made_by])
-                if not is_data or any(is_model(part.function) for part in parts):
+            for tensor, made_by in chain.from_iterable(starmap(_data_in, arguments)):
+                if not tensor.is_floating_point() or not tensor.dim() or tensor.requires_grad:
                     continue
                 name, source = _name(tensor, made_by), _source(tensor, made_by)
                 if name.endswith("without a name"):
                     name = f"the input of {type(call.function).__name__}" if is_module else ""
                 said = _said(name, tensor) or _said(name, source)
                 if name and said:
-                    yield _Large(name, said, source)
+                    is_gone = made_by and _is_remade(made_by)
+                    yield _Large(name, said, source, made_by if made_by and is_gone else source)
 
 
 def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
-    """Yield the tensors that a call was given; of rows or a cast now gone, what they are of."""
+    """Yield the tensors that a call was given; of rows or a cast now gone, what they are of.
+
+    A tensor of numbers, such as ``torch.tensor(rewards)``, is made again.
+    """
     yield from call.arguments()
     for made in call.of:
         if made.name in _PARTS and not made.still_there():
             yield from islice(_arguments(made), 1)
+        elif _is_remade(made):
+            yield made.function(*made.args, **made.kwargs or {}), made
+
+
+def _is_remade(call: KeptCall) -> bool:
+    """Return whether the loop makes a tensor of numbers in each step, and has kept none."""
+    return call.is_constant and call.random is None and not call.still_there()
+
+
+def _data_in(tensor: Tensor, made_by: KeptCall | None) -> Iterator[tuple[Tensor, KeptCall | None]]:
+    """Yield a tensor, or, if results of a model are in it, the data that they were added to."""
+    calls = needed_for([] if made_by is None else [made_by])
+    of_model: set[KeptCall | None] = {each for each in calls if is_model(each.function)}
+    if not of_model:
+        yield tensor, made_by
+    for call in calls if of_model and not tensor.requires_grad else ():
+        if of_model.intersection(call.of) and not is_model(call.function):
+            of_model.add(call)
+            yield from (each for each in _arguments(call) if each[1] not in of_model)
 
 
 def _source(tensor: Tensor, made_by: KeptCall | None) -> Tensor:
@@ -116,8 +141,19 @@ def _source(tensor: Tensor, made_by: KeptCall | None) -> Tensor:
 def _name(tensor: Tensor, made_by: KeptCall | None) -> str:
     """Return the name of a tensor, or of the one that some of its rows are of, as ``x[rows]``."""
     name = name_in_code(tensor).partition(" in ")[0]
-    source = [] if made_by is None or made_by.name not in _PARTS else [*_arguments(made_by)]
-    return _name(*source[0]) if source and name.endswith("without a name") else name
+    if made_by is None or not name.endswith("without a name"):
+        return name
+    source = [*_arguments(made_by)] if made_by.name in _PARTS else []
+    call = _expression(made_by) if made_by.is_constant else ""
+    return _name(*source[0]) if source else call or name
+
+
+def _expression(call: KeptCall) -> str:
+    """Return the code of a call, if it is short."""
+    at = call.at
+    node = at and tree_of(at.code.co_filename).at.get(span_of(at.code, at.instruction))
+    code = ast.unparse(node) if node else ""
+    return code if len(code) <= _LONGEST else ""
 
 
 def _said(name: str, tensor: Tensor) -> str:

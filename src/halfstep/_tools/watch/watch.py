@@ -393,10 +393,15 @@ class Watch:
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
+        there = made.call.still_there() or []
+        # A loss has a number, or one for each sample; features and predictions have more.
+        is_checked = not is_last and any(each.dim() > 1 for each in there[made.position :][:1])
+        self._num_checked += is_checked
         self._steps.num -= was_taken
-        self._running.is_ahead = self._steps.rounds.is_ahead(made.call.still_there() or ())
-        with self._about(is_counted=was_taken, is_leaving=not is_end):
-            self._look([made.call], None, root=made, is_last=is_last)
+        self._running.is_ahead = self._steps.rounds.is_ahead(there)
+        if not is_checked or self._num_checked <= MOST_CHECKED:
+            with self._about(is_counted=was_taken, is_leaving=not is_end):
+                self._look([made.call], None, made, is_last=is_last, is_checked=is_checked)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
         self._steps.num += num_ends if is_end else 1
@@ -605,11 +610,13 @@ class Watch:
         root: Made | None = None,
         *,
         is_last: bool = False,
+        is_checked: bool = False,
     ) -> None:
         """Diagnose a step, up to the limits of a run.
 
         ``ends`` are the calls of ``backward``. For a bad value without a backward pass, ``root`` is
-        that value and ``ends`` is the call that made it.
+        that value and ``ends`` is the call that made it. If the script checks it by itself
+        (``is_checked``) and its data is the cause, as it may expect, nothing is reported.
         """
         if not self._may_look():
             return
@@ -628,6 +635,9 @@ class Watch:
             found = found or self._earlier.of_gradients(weights_of(calls))
         if found is not None:
             if found.verdict == "data":
+                if is_checked and not is_of_the_model(found):
+                    self._num_tried -= 1
+                    return
                 if found.cure and is_left_out and not is_last and not is_of_the_model(found):
                     is_counted = not self.number(self._is_counted)
                     more = "" if is_counted else NOT_COUNTED.format(step=self._step)

@@ -1,0 +1,17 @@
+# kind: 5
+# expect: maths
+# never: slogdet\(
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+noise = nn.Parameter(torch.tensor(0.05))
+x = torch.linspace(0, 1, 5)
+kernel = torch.exp(-((x[:, None] - x[None]) ** 2) / 0.5)
+optimizer = torch.optim.SGD([noise], lr=0.05)
+for i in range(1, 9):
+    matrix = kernel + noise * torch.eye(5)
+    loss = 0.5 * torch.logdet(matrix)  # bad
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
