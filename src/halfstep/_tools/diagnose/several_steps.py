@@ -20,7 +20,7 @@ from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members
 from halfstep._pytorch import modes, optim
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.measure import is_finite
+from halfstep._tools.measure import bytes_of, is_finite
 from halfstep._tools.replay.observer import OpObserver
 from halfstep._tools.replay.replay import StepRun, own_time
 
@@ -188,7 +188,7 @@ class SeveralSteps(OpObserver):
             return True
         leaves = [leaf for leaf, _ in self._gradients.values()]
         self.why_not = "no weight of it can be moved"
-        if sum(leaf.nbytes for leaf in leaves) > LARGEST:  # a replay copies them, and states
+        if sum(map(bytes_of, leaves)) > LARGEST:  # a replay copies them, and states
             self.why_not = f"its weights take more than {LARGEST >> 30} GiB"
             return False
         run, norm = self._run, self._norm()
