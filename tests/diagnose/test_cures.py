@@ -24,6 +24,7 @@ import halfstep
 
 zero, swap = torch.zeros(4, requires_grad=True), torch.eye(2).flip(0).requires_grad_()
 rows = torch.zeros(3, 4, requires_grad=True)
+flow = torch.tensor([[0.0, 2.0], [3.0, 0.0]], requires_grad=True)
 """
 
 
@@ -58,10 +59,10 @@ def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
             "loss = torch.linalg.inv_ex(swap - swap + 1e-06 * torch.eye(2))[0].sum()",
         ),
         (
-            "loss = 2 * torch.logdet(swap * 3)",
-            "loss = 2 * torch.linalg.slogdet(swap * 3).logabsdet",
+            "loss = 2 * torch.logdet(flow * 3)",
+            "loss = 2 * torch.linalg.slogdet(flow * 3).logabsdet",
         ),
-        ("loss = (swap * 3).logdet() + 1", "loss = torch.linalg.slogdet(swap * 3).logabsdet + 1"),
+        ("loss = (flow * 3).logdet() + 1", "loss = torch.linalg.slogdet(flow * 3).logabsdet + 1"),
         ("loss = rows[rows > 1].mean()", "loss = rows[rows > 1].mean().nan_to_num()"),
         (
             "loss = torch.where(zero > 0, zero.log(), zero).sum()",

@@ -83,7 +83,8 @@ _WITHOUT_DIAGONAL = (
 """The logarithm of the sum of a square matrix minus its diagonal."""
 _SAME = {"multiply": "mul", "rmul": "mul", "divide": "div", "true_divide": "div", "truediv": "div"}
 _SAME |= {"rtruediv": "rdiv", "radd": "add", "expit": "sigmoid"}
-_FAR = {"exp", "softmax", "sigmoid", "cosh", "prod", "det", "logdet"}
+_DETERMINANTS = {"det", "logdet"}
+_FAR = {"exp", "softmax", "sigmoid", "cosh", "prod"} | _DETERMINANTS
 """The functions whose results are often out of range; a formula without one is left as it is."""
 _SIMPLER = [
     (ast.parse(formula, mode="eval").body, ast.parse(simpler, mode="eval").body)
@@ -275,9 +276,8 @@ class _Derivation:
         tree = self._filled(rule, root.arguments(names))
         if not any(part.name in _FAR for part in self.parts):
             raise _NoForm
-        of_matrix = [part.args[0] for part in self.parts if part.name in ("det", "logdet")]
-        if any((torch.linalg.slogdet(each).sign < 0).any() for each in of_matrix):
-            raise _NoForm  # the logarithm of the determinant is NaN
+        if any(_is_indefinite(part.args[0]) for part in self.parts if part.name in _DETERMINANTS):
+            raise _NoForm
         tree = _Simplified().visit(tree)
         operands = {name: each.placed for name, each in self._operands.items()}
         rewrite = Rewrite(root.placed, tree, operands, [part.placed for part in self.parts])
@@ -496,6 +496,15 @@ def _matches(formula: Any, node: Any, found: dict[str, ast.expr]) -> bool:
 def _check(is_so: bool) -> None:
     if not is_so:
         raise _NoForm
+
+
+def _is_indefinite(matrix: Tensor) -> bool:
+    """Return whether a covariance has a negative determinant, which has no logarithm. Sync: two.
+
+    That of a matrix that is not symmetric, as in a flow, stands for its absolute value.
+    """
+    is_symmetric = torch.allclose(matrix, matrix.mT, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return is_symmetric and bool((torch.linalg.slogdet(matrix).sign.real < 0).any())
 
 
 def _is_default(node: ast.expr) -> bool:
