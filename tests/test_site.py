@@ -17,7 +17,7 @@ from halfstep._tools.doctor.finding import CATALOG
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("run", "report", "check", "doctor", "policy", "help")
+COMMANDS = ("run", "report", "check", "doctor", "help")
 
 DOCS = Path(__file__).parents[1] / "docs"
 NODE = Path(playwright.__file__).parent / "driver" / "node"

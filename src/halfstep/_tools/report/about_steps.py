@@ -380,8 +380,17 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
     if scale is None or not is_scaled(summary):
         return
     if summary.lower == "bf16" and summary.policies:
-        said = "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler."
-        yield say("notice", said, evidence="policy")
+        yield say(
+            "notice",
+            "Autocast lowers to bf16, which has the range of fp32 and needs no GradScaler. ",
+            *(
+                ("Run ", again(summary.facts, "--amp=bf16"))
+                if is_scaled_by_run(summary)
+                else ("Leave it out, or give it ", Code("enabled=False"))
+            ),
+            ".",
+            evidence="policy",
+        )
     elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just before a trial
         yield say(
             "bad",
