@@ -23,8 +23,7 @@ from torch import nn
 import halfstep
 
 zero, swap = torch.zeros(4, requires_grad=True), torch.eye(2).flip(0).requires_grad_()
-rows = torch.zeros(3, 4, requires_grad=True)
-flow = torch.tensor([[0.0, 2.0], [3.0, 0.0]], requires_grad=True)
+rows, flow = torch.zeros(3, 4, requires_grad=True), swap.detach().tril().add(swap).requires_grad_()
 """
 
 
