@@ -913,6 +913,7 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chunks", "all", "closure"])
 def test_an_interrupt_at_any_place(kind: str) -> None:
     at, step = 1, 41
