@@ -62,6 +62,10 @@ def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
             "loss = 2 * torch.linalg.slogdet(flow * 3).logabsdet",
         ),
         ("loss = (flow * 3).logdet() + 1", "loss = torch.linalg.slogdet(flow * 3).logabsdet + 1"),
+        (
+            "loss = torch.logdet(input=flow * 1e-7)",
+            "loss = torch.linalg.slogdet(flow * 1e-7).logabsdet",
+        ),
         ("loss = rows[rows > 1].mean()", "loss = rows[rows > 1].mean().nan_to_num()"),
         (
             "loss = torch.where(zero > 0, zero.log(), zero).sum()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -620,6 +621,33 @@ def test_predictions_that_the_script_leaves_out_are_no_fault_if_their_data_is_ba
             if torch.isfinite(out).all():
                 out.square().mean().backward()
     assert told == ["maths"]
+
+
+def test_a_loss_of_each_entry_that_the_script_leaves_out_is_a_fault() -> None:
+    model, told = nn.Linear(4, 2), list[str]()
+    with Watch(tell=lambda found, step: told.append(found.verdict)):
+        for i in range(3):
+            x = torch.full((3, 4), math.nan if i == 1 else 1.0)
+            losses = nn.functional.mse_loss(model(x), torch.ones(3, 2), reduction="none")
+            if torch.isfinite(losses).all():
+                losses.mean().backward()
+    assert told == ["data"]
+
+
+def test_a_number_that_changed_after_its_tensor_was_made_is_not_made_again() -> None:
+    model, told, kept = nn.Linear(1, 1), list[str](), deque([3000.0, 5000.0, 7000.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Watch(tell=lambda found, step: told.append(str(found))):
+        for _ in range(30):
+            out = model(torch.ones(3, 1)) ** 4
+            target = torch.tensor(kept)[:, None]
+            kept.append("none")  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(out, target).backward()
+            kept.pop()
+            optimizer.step()
+    assert told
+    assert "torch.tensor(kept) reaches" not in told[0]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")

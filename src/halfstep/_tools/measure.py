@@ -38,7 +38,7 @@ def float_values(tensor: Tensor) -> Tensor | None:
     values = distributed.local_part(values)
     if modes.is_inside_functorch(values) or not storages.has_data(values):
         return None
-    if values.layout is not torch.strided:
+    if values.layout is not torch.strided or values.is_nested:
         values = values.coalesce().values() if values.is_sparse else values.values()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

@@ -217,7 +217,7 @@ def _policy(text: str) -> Policy:
 
     path = Path(text)
     try:
-        if path.suffix == ".policy" or path.is_file():
+        if path.suffix == ".policy" or os.path.isfile(path):  # False if a text is too long
             return Policy.load(path)
         return Policy.parse(text)
     except OSError as error:

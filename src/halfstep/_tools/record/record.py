@@ -88,12 +88,12 @@ class record:
             raise TypeError(f"record(path={type(path).__name__}): pass the folder to write to")
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"record(model={type(model).__name__}): pass a torch.nn.Module")
-        if not isinstance(every, int) or every < 0:
+        if not hasattr(every, "__index__") or every < 0:
             raise ValueError(
                 f"record(every={every}): pass the number of steps between samples, or 0"
             )
         self.path = Path(path).absolute()
-        self._model, self._every, self._sinks = model, every, sinks
+        self._model, self._every, self._sinks = model, int(every), sinks
         self._recorder: Recorder | None = None
         self._stack = ExitStack()
 

@@ -275,7 +275,8 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     if steps.num_by_scaling:
         what += f", besides {count(steps.num_by_scaling)} {_by_scaling(steps)}"
     if partly := set(later).intersection(steps.partly):
-        what += f"; another optimizer took {count(len(partly))} of them"
+        which = "it" if num == 1 else f"{count(len(partly))} of them"
+        what += f"; another optimizer took {which}"
     parts = [what, *_began(summary, later), "."]
     if steps.skipped_at_end >= ENDLESS:
         last = steps.skipped[-steps.skipped_at_end :]
@@ -560,8 +561,11 @@ def can_add(option: str, facts: Facts) -> bool:
 
 def is_scaled_by_run(summary: Summary) -> bool:
     """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
-    is_own = any(OWN_PRECISION in note.text for note in summary.notes)
-    return _has_fp16(summary.facts) and not is_own
+    return _has_fp16(summary.facts) and not _has_own(summary, " GradScaler")
+
+
+def _has_own(summary: Summary, what: str = "") -> bool:
+    return any(f"{OWN_PRECISION}{what}" in note.text for note in summary.notes)
 
 
 def _has_fp16(facts: Facts) -> bool:
@@ -571,7 +575,7 @@ def _has_fp16(facts: Facts) -> bool:
 def in_bf16(summary: Summary) -> tuple[str | Code, ...]:
     """Return the advice to use bf16, the end of a sentence: an option if ``run`` chose fp16."""
     advice = " use bf16 where the device has it"
-    if is_scaled_by_run(summary):
+    if is_scaled_by_run(summary) and not _has_own(summary):
         return f"{advice}, ", again(summary.facts, "--amp=bf16"), "."
     return (f"{advice}.",)
 

@@ -116,8 +116,16 @@ def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
 
 
 def _is_remade(call: KeptCall) -> bool:
-    """Return whether the loop makes a tensor of numbers in each step, and has kept none."""
-    return call.is_constant and call.random is None and not call.still_there()
+    """Return whether the loop makes a tensor of plain numbers in each step, and has kept none."""
+    is_known = call.is_constant and call.random is None and not call.still_there()
+    return is_known and _is_plain([call.args, *(call.kwargs or {}).values()])
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value stays as it is: others, such as an array, may have changed since."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | torch.dtype | torch.device | None)
 
 
 def _data_in(tensor: Tensor, made_by: KeptCall | None) -> Iterator[tuple[Tensor, KeptCall | None]]:

@@ -104,7 +104,10 @@ MOST_DIAGNOSES = 5
 MOST_TRIED = 10
 """The largest number of steps that are diagnosed, including those that go bad at a known place."""
 MOST_CHECKED = 16
-"""The largest number of expected skips that are replayed to find NaNs that no scale can cure."""
+"""The largest number of expected skips that are replayed to find NaNs that no scale can cure.
+
+Also that of predictions which the script left out for their data, before no more are looked at.
+"""
 
 
 @dataclass
@@ -222,7 +225,7 @@ class Watch:
         self._growth = Growth(self._carried)
         self._steps = _StepCount()
         self._running = _WatchedStep()
-        self._num_tried = self._num_checked = 0
+        self._num_tried = self._num_checked = self._num_left_out = 0
         self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
         self._taken: _Taken | None = None  # the step that an optimizer takes
@@ -394,12 +397,11 @@ class Watch:
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
         there = made.call.still_there() or []
-        # A loss has a number, or one for each sample; features and predictions have more.
-        is_checked = not is_last and any(each.dim() > 1 for each in there[made.position :][:1])
-        self._num_checked += is_checked
+        is_checked = not is_last and is_model(made.call.function)  # features and predictions
+        is_checked &= any(each.dim() > 1 for each in there[made.position :][:1])  # but no loss
         self._steps.num -= was_taken
         self._running.is_ahead = self._steps.rounds.is_ahead(there)
-        if not is_checked or self._num_checked <= MOST_CHECKED:
+        if not is_checked or self._num_left_out < MOST_CHECKED:
             with self._about(is_counted=was_taken, is_leaving=not is_end):
                 self._look([made.call], None, made, is_last=is_last, is_checked=is_checked)
         self._was_finite = False
@@ -637,6 +639,7 @@ class Watch:
             if found.verdict == "data":
                 if is_checked and not is_of_the_model(found):
                     self._num_tried -= 1
+                    self._num_left_out += 1
                     return
                 if found.cure and is_left_out and not is_last and not is_of_the_model(found):
                     is_counted = not self.number(self._is_counted)
