@@ -179,8 +179,9 @@ class CureTrial:
         before, replayer.takes_steps = (replayer.takes_steps, replayer.has_steps), True
         variant = Variant(**{"scale": self.scale, **changes})
         try:
-            with replayer.run(variant, steps, self._around(), steps.take):
-                pass
+            with replayer.run(variant, steps, self._around(), steps.take) as run:
+                if run.error is not None:
+                    steps.why_not = f"it ended with {short_error(run.error)}"
         finally:
             replayer.takes_steps, replayer.has_steps = before
         return steps
