@@ -106,7 +106,7 @@ MOST_TRIED = 10
 MOST_CHECKED = 16
 """The largest number of expected skips that are replayed to find NaNs that no scale can cure.
 
-Also that of predictions which the script left out for their data, before no more are looked at.
+Also that of predictions which the script left out for their data; later ones are not diagnosed.
 """
 
 
