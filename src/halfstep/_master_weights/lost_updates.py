@@ -97,8 +97,7 @@ class StepUpdates:
                     and not (param.is_meta or is_fake(param))
                 ):
                     rate = group.get("lr", 1.0)
-                    is_moved = rate != 0.0  # of a tensor, a float or a NumPy scalar
-                    is_moved = is_moved if isinstance(rate, Tensor) else bool(is_moved)
+                    is_moved = rate.ne(0.0) if isinstance(rate, Tensor) else bool(rate)
                     before = self._looked_at(param).clone()
                     self._before.append(_Before(param, before, has_gradient, is_moved))
 

@@ -309,6 +309,8 @@ class Step(NamedTuple):
 
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
+        if self.ranks is ALONE and not self.earlier:
+            return []
         checks = self.checks if self.look is None else (*self.checks, self.look)
         return [check.agreement for check in checks if check.agreement is not None]
 

@@ -579,7 +579,7 @@ def read(step: Step, norm: Scalar | None = None) -> tuple[Step, float | None]:
     if norm is not None:
         values["multiplier"] = step.multiplier
     on_device = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    agreements = step.agreements() if step.earlier or step.ranks is not ALONE else []
+    agreements = step.agreements()
     vectors = [agreement.vector() for agreement in agreements]
     numbers, rows = step.loss_scale.read_with(on_device, vectors)
     values |= numbers

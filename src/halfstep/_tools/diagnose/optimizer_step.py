@@ -105,8 +105,9 @@ def event_of(
         causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
     texts = [STEP_IN_FLOAT32] if is_rounded else [IN_FLOAT32.format(key) for key in lost[-1:]]
     if lost and numbers:  # a decay that is rounded to 1 keeps a state at 0, too
-        limit = 1 - torch.finfo(own[numbers[0]].dtype).eps / 4
-        texts = [OF_NUMBERS.format(listed(numbers), dtype_name(own[numbers[0]].dtype), limit)]
+        dtype = own[numbers[0]].dtype
+        limit = 1 - torch.finfo(dtype).eps / 4
+        texts = [OF_NUMBERS.format(listed(numbers), dtype_name(dtype), limit)]
     texts = next(filter(None, (written(state[key]) for key in spoilt)), texts)
     cure = Cure("code", "\n".join(texts)) if texts else None
     return Diagnosis("optimizer", None, name, cure=cure, notes=tuple(causes), happened=said)

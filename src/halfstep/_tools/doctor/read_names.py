@@ -37,11 +37,6 @@ class NameScope:
         scope = self.where(name)
         return [] if scope is None else scope.bindings[name]
 
-    def is_variable(self, name: str) -> bool:
-        """Return whether a name used here is a variable, not a parameter."""
-        scope = self.where(name)
-        return scope is not None and name not in scope.parameters
-
     def where(self, name: str) -> NameScope | None:
         """Return the scope that binds a name used here."""
         return next((each for each in self._outward() if name in each.bindings), None)

@@ -373,8 +373,9 @@ class Session:
     def _say_of_amp(self, text: str) -> None:
         if OWN_PRECISION in text:
             self._keeps_own = True
-            self._record.add_note(text)
-        self._say(text)
+            self._say_and_note(text)
+        else:
+            self._say(text)
 
     def _say_of_process(self, text: str) -> None:
         """Print a message that may differ between ranks, with the rank."""

@@ -92,8 +92,7 @@ class Earlier:
         text = [found.cure.text]
         written = [LAST_WRITE.format(line=line_text(place.line))] if place else []
         if halves:
-            is_data = any(halves[-1] is each for each, _ in data)
-            written = [*self._overflowed(halves[-1]), *[STANDARDISE] * is_data]
+            written = [*self._overflowed(halves[-1]), *[STANDARDISE] * (halves[-1] in names)]
         elif tensor is not None and tensor not in log.spoilt_at:
             of_set = [each for each in places if each in names]
             for each in (*of_set, tensor):  # a data set before its batch

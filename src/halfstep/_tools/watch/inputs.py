@@ -98,8 +98,8 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
                     name = f"the input of {type(call.function).__name__}" if is_module else ""
                 said = _said(name, tensor) or _said(name, source)
                 if name and said:
-                    is_gone = made_by and _is_remade(made_by)
-                    yield _Large(name, said, source, made_by if made_by and is_gone else source)
+                    given = made_by if made_by and _is_remade(made_by) else source
+                    yield _Large(name, said, source, given)
 
 
 def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
@@ -134,7 +134,8 @@ def _data_in(tensor: Tensor, made_by: KeptCall | None) -> Iterator[tuple[Tensor,
     of_model: set[KeptCall | None] = {each for each in calls if is_model(each.function)}
     if not of_model:
         yield tensor, made_by
-    for call in calls if of_model and not tensor.requires_grad else ():
+        return
+    for call in () if tensor.requires_grad else calls:
         if of_model.intersection(call.of) and not is_model(call.function):
             of_model.add(call)
             yield from (each for each in _arguments(call) if each[1] not in of_model)
