@@ -50,11 +50,12 @@ class Usual:
     """What is known of the steps of a run before a bad one.
 
     ``loss`` and ``size`` are the median of the last losses, if they are three or more, and of their
-    magnitudes.
+    magnitudes; ``largest`` is the largest magnitude of all.
     """
 
     loss: float | None = None
     size: float | None = None
+    largest: float = 0.0
     max_norm: float | None = None  # to which the run clips gradients
     step: Step | None = None  # repeats the calls of the step before
     # Returns the diagnosis of a step in another way, as of weights that grew, or None.

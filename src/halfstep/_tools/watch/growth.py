@@ -121,12 +121,13 @@ class Growth:
         ``before`` are the calls of the last one.
         """
         is_alone = len({at for _, _, at in self._losses}) == 1
-        last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
+        losses = [loss for _, loss, at in self._losses if is_alone or at == line]
+        last, top = losses[-50:], max(map(abs, losses), default=0.0)
         loss = median(last) if len(last) >= 3 else None
         size = median(map(abs, last)) if last else None
         inputs = cache(partial(standardise, calls, before))
         explain = partial(self.explain, step=step, calls=calls, inputs=inputs)
-        return Usual(loss, size, explain=explain, standardise=inputs)
+        return Usual(loss, size, top, explain=explain, standardise=inputs)
 
     def before_step(
         self,
