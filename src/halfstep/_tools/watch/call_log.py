@@ -395,6 +395,8 @@ class CallLog:
             entry = self._entries.get(id(value.tensor)) if type(value) is Given else None
             if entry is None or entry() is not value.tensor or entry.version != value.version:
                 return value
+            if entry.made.call.is_forgotten:  # as of statistics, whose writes do not count
+                return value
             made.append(entry.made.call)  # in the last step, if the write has ended it
             return entry.made
 

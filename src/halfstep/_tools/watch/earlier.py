@@ -42,7 +42,8 @@ STANDARDISE = f"or standardise it before that, as by {HOW_TO_STANDARDISE}"
 class Earlier:
     """What the loop last wrote to tensors, and where, by the log of its calls.
 
-    ``diagnosis_of`` returns the diagnosis of a value that the loop computed.
+    ``diagnosis_of`` returns the diagnosis of a value that the loop computed, and ``is_told``
+    whether a bad weight or buffer with a name is that of a reported step.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Earlier:
         log: CallLog,
         model: Callable[[], nn.Module | None],
         diagnosis_of: Callable[[Made], Diagnosis | None],
+        is_told: Callable[[str | None], bool],
     ) -> None:
         self._log, self._model, self._diagnosis_of = log, model, diagnosis_of
+        self._is_told = is_told
 
     def of_gradients(self, weights: Iterable[Tensor]) -> Diagnosis | None:
         """Return the diagnosis of what the loop last wrote to gradients in this step, or None."""
@@ -97,7 +100,8 @@ class Earlier:
             of_set = [each for each in places if each in names]
             for each in (*of_set, tensor):  # a data set before its batch
                 own = self._of_write(each, names.get(each, ""))
-                if own is not None and own.verdict in ("maths", "range"):
+                is_first = own is not None and own.verdict in ("maths", "range")
+                if own is not None and (is_first or self._is_told(own.tensor)):
                     return own
             if own is not None and place is not None:
                 written = [_of_bad_write(place, own)]

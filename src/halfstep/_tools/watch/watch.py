@@ -220,7 +220,7 @@ class Watch:
         self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
         self._live = LiveSearch(self.notes)
         log, last_model = self._capture.log, lambda: self._last_model
-        self._earlier = Earlier(log, last_model, self._diagnosis_of)
+        self._earlier = Earlier(log, last_model, self._diagnosis_of, self._is_told)
         self._carried = Carried(log)
         self._growth = Growth(self._carried)
         self._steps = _StepCount()
@@ -739,7 +739,7 @@ class Watch:
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, "the loss of the step before it was finite")
         before = self._went_bad.get(found.tensor or "")
-        if found.verdict == "data" and before in self._of_steps:
+        if found.verdict == "data" and self._is_told(found.tensor):
             return  # an earlier step made it so, and was reported
         if found.verdict == "data" and before is not None:
             notes = (*notes, f"{found.tensor} went bad in step {before}")
@@ -756,6 +756,10 @@ class Watch:
         if not self._is_known(found):
             self.found.append(found)
             self._tell(found, number)
+
+    def _is_told(self, name: str | None) -> bool:
+        """Return whether a reported step made a weight or buffer bad."""
+        return self._went_bad.get(name or "") in self._of_steps
 
     def _is_known(self, found: Diagnosis) -> bool:
         """Return whether a diagnosis of the same place was reported."""
