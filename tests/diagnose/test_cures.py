@@ -345,6 +345,21 @@ loss = (zero[:3] + 1) @ logs"""
     assert ("if they are labels" in remarks) == is_label
 
 
+@pytest.mark.parametrize(("size", "are_rows"), [(3, True), (4, False)])
+def test_numbers_that_a_module_has_for_its_columns_are_not_called_rows(
+    size: int, are_rows: bool, tmp_path: Path
+) -> None:
+    body = f"""
+class Scaled(nn.Module):
+    def forward(self, x):
+        spread = torch.tensor([0.5, 0.0, 2.0])
+        return x * torch.log(spread)
+loss = Scaled()(zero[:3].expand({size}, 3) + 1).sum()"""
+    remarks = "; ".join(diagnosed(body, tmp_path).cure.remarks)
+    assert "1 of 3" in remarks
+    assert ("row 1 of 3" in remarks) == are_rows
+
+
 def test_values_are_counted_only_of_the_edit_that_is_told(tmp_path: Path) -> None:
     body = """
 attn = nn.MultiheadAttention(4, 2, batch_first=True)

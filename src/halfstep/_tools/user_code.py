@@ -323,6 +323,15 @@ def is_of_batch(tensor: Tensor) -> bool:
     return False
 
 
+def may_be_rows(tensor: Tensor) -> bool:
+    """Return whether a tensor has as many rows as the input of the running module, if one runs."""
+    for frame in autograd.frames():
+        if frame.f_code is modules.CALL_CODE:
+            first = next(tensors_in([frame.f_locals["args"], frame.f_locals["kwargs"]]), tensor)
+            return first.shape[:1] == tensor.shape[:1]
+    return True
+
+
 @functools.cache
 def is_users(file: str) -> bool:
     """Return whether a file belongs to the user's program or to a package that it uses."""

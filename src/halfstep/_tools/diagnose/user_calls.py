@@ -33,6 +33,7 @@ from halfstep._tools.user_code import (
     called_by_user,
     is_called_by_a_scaler,
     is_given_to_module,
+    may_be_rows,
     torch_modules,
     user_place,
     user_spot,
@@ -292,7 +293,8 @@ class _Changes:
         self._may_be_labels |= torch.is_grad_enabled()
         self._is_left_out = bool(after[changed].isinf().any())
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
-        self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
+        has_rows = may_be_rows(before) and not is_of_limits
+        self._rows = self._rows or (named_rows(changed) if has_rows else "")
 
     def add_divisors(self, before: Tensor, after: Tensor) -> None:
         replaced = ((after - before).abs() >= before.abs()) & before.isfinite()
