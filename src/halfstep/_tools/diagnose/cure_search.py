@@ -389,22 +389,20 @@ def _best(
         return None
     flaw = min(flaw for flaw, _ in found)
     equals = [cure for each, cure in found if each is flaw]
-    # A clamp of a whole loss would take the gradient from good steps, too, whose losses are larger.
-    beyond = [cure for cure in equals if not _is_of_good_steps(cure, trial.usual.largest)]
-    equals = beyond or equals
     least = min((abs(cure.losses[-1]) for cure in equals if cure.losses), default=0.0)
     limit = FAR * max(least, 1.0)
     cure = next(each for each in equals if not each.losses or abs(each.losses[-1]) <= limit)
+    if len({*cure.losses}) == 1 and abs(cure.losses[0]) <= trial.usual.largest:
+        # Its gradient is 0, at a loss that good steps had: a larger bound of it leaves them theirs.
+        at = [edit.first for edit in cure.edits]
+        alike = [each for each in equals if [edit.first for edit in each.edits] == at]
+        beyond = [e for e in alike if e.losses and abs(e.losses[-1]) > trial.usual.largest]
+        cure = min(beyond, key=lambda each: abs(each.losses[-1]), default=cure)
     if flaw is not Flaw.NO_CURE:
         return cure
     said, why = cure.text.replace("\n", "; "), "; ".join(shown(cure))
     trial.replayer.notes.append(f"finite, but no cure: {said}: {why}")
     return _where_to_look(blame, makers)
-
-
-def _is_of_good_steps(cure: Cure, largest: float) -> bool:
-    """Return whether a loss gets no gradient, at a size that those of good steps had."""
-    return len({*cure.losses}) == 1 and abs(cure.losses[0]) <= largest
 
 
 MOST_FINITE = 6
