@@ -255,8 +255,8 @@ def _parameter_in(value: Tensor) -> Tensor | None:
 
 
 def name_of_variable(parameter: Tensor) -> str:
-    """Return the name of the variable or the attribute that is a parameter, else "it"."""
-    name = (called_by_user(parameter) or "it").partition(" in ")[0]
+    """Return the name of the variable or attribute that is or holds a parameter, else "it"."""
+    name = re.sub(r"\[.*", "", (called_by_user(parameter) or "it").partition(" in ")[0])
     return str(re.findall(r"[^\W\d]\w*", name)[-1])
 
 
