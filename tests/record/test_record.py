@@ -743,6 +743,25 @@ def test_plain_autocast_of_pytorch_is_a_policy(tmp_path: Path) -> None:
     assert (policy.device, policy.dtype, policy.text) == (DEVICE, "bfloat16", "torch")
 
 
+def test_float16_is_measured_under_an_autocast_to_bfloat16(tmp_path: Path) -> None:
+    class Counts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sums", torch.zeros(6, dtype=torch.float16, device=DEVICE))
+            self.cast = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.cast(x.half()).float() + self.sums)
+
+    model = Counts().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, every=1):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(torch.randn(8, 6, device=DEVICE)).float().square().mean()
+        step_on(optimizer, loss)
+    assert len(read_run(tmp_path).steps) == 1
+
+
 def test_the_policy_is_that_of_most_calls(tmp_path: Path) -> None:
     class Mixed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

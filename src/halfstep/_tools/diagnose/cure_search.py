@@ -18,12 +18,13 @@ from textwrap import dedent
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
-from halfstep._common.numbers import power
+from halfstep._common.numbers import listed, power
+from halfstep._gradients.gradients import parameters
 from halfstep._tools.diagnose.changes import Change as Edited
 from halfstep._tools.diagnose.changes import edited_lines, in_words
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
@@ -39,6 +40,7 @@ from halfstep._tools.diagnose.edits import (
     edits_of_source,
     is_exponential,
     is_layer,
+    is_of_covariance,
     is_singular,
     item_slot,
     row_name,
@@ -48,7 +50,14 @@ from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.several_steps import FAR
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial, Maker
-from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
+from halfstep._tools.diagnose.user_calls import (
+    FEW,
+    Edits,
+    UserCall,
+    UserCalls,
+    call_of,
+    name_of_variable,
+)
 from halfstep._tools.replay.blame import OUTSIDE, Blame
 from halfstep._tools.replay.replay import OutOfTime
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
@@ -313,6 +322,10 @@ OF_PARAMETER = (
     "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
 )
+OF_COVARIANCE = (
+    "keep {names} above 0, as by F.softplus({first}) + 1e-4 in place of {first}, and so each other "
+    "variance in the matrix: where one is below 0, it is not positive definite"
+)
 
 
 def of_maths(
@@ -326,6 +339,8 @@ def of_maths(
     form = None if call is None else of_formula(trial, call)
     if form is not None and form.edits and (not form.losses or trial.usual.is_like(form.losses[0])):
         return form
+    if form is None and call is not None and (of_domain := _of_covariance(trial, call)) is not None:
+        return of_domain
     makers = trial.makers(blame.forward_number)
     of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
     cures = chain(of_exponents, _of_calls(trial, blame, call, makers))
@@ -337,6 +352,30 @@ def of_maths(
     said = form.text.replace("\n", "; ")
     trial.replayer.notes.append(f"a stable form is finite too: {said}")
     return cure
+
+
+def _of_covariance(trial: CureTrial, call: UserCall) -> Cure | None:
+    """Return the cure of parameters of a covariance below 0, if the step is finite above it."""
+    if not is_of_covariance(call.function):
+        return None
+    known = dict.fromkeys(chain.from_iterable(map(parameters, trial.all_optimizers())))
+    below = [each for each in known if each.numel() <= FEW and bool((each < 0).any())]
+    for chosen in [*([each] for each in below[:MOST_MAKERS]), below] if below else []:
+        if trial.blame(_above_zero(chosen)) is None:
+            names = {name_of_variable(each): float(each.detach().min()) for each in chosen}
+            lows = listed([f"{name} was {low:.4g}" for name, low in names.items()])
+            remark = f"{lows}; with its size in place of it the step is finite"
+            text = OF_COVARIANCE.format(names=listed([*names]), first=next(iter(names)))
+            return Cure("code", text, remarks=(remark,))
+    return None
+
+
+@contextmanager
+def _above_zero(weights: list[Tensor]) -> Iterator[None]:
+    with torch.no_grad():
+        for weight in weights:
+            weight.abs_()
+    yield
 
 
 def _is_better(cure: Cure, form: Cure) -> bool:

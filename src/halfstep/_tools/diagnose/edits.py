@@ -382,6 +382,11 @@ def is_singular(function: str) -> bool:
     return row_name(function) in _SINGULAR
 
 
+def is_of_covariance(function: str) -> bool:
+    """Return whether a function is finite for matrices that are positive definite."""
+    return _ROWS.get(row_name(function)) is _REGULAR
+
+
 def row_name(function: str) -> str:
     """Return the table key of a function: ``div`` for ``div_``, ``inv`` for ``linalg_inv_ex``."""
     name = function.strip("_").removesuffix("_ex")

@@ -32,8 +32,9 @@ from halfstep._tools.diagnose.diagnosis import (
 from halfstep._tools.diagnose.inspect_op import inspect
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
-from halfstep._tools.measure import is_finite
+from halfstep._tools.measure import bytes_of, is_finite
 from halfstep._tools.replay.blame import BlameTracker, name_in_code, names_in, scan
+from halfstep._tools.replay.kept_calls import LARGEST_COPY
 from halfstep._tools.replay.replay import ClosureCalledAgain, OutOfTime, Replayer
 from halfstep._tools.replay.variant import Variant
 
@@ -170,7 +171,7 @@ def fault_of_step(
             cure = _of_setting(trial, optimizer, "eps", USUAL_EPS)
         elif bad.op.endswith("sqrt_") and any(g.get("centered") for g in optimizer.param_groups):
             cure = _of_setting(trial, optimizer, "centered", False, BELOW_ZERO)
-        if cure is None and not type(optimizer).__module__.startswith("torch."):
+        if cure is None and not _is_of_torch(optimizer):
             cure = cure_search.of_maths(trial, blame, call_of(calls, blame))
     return replace(event, bad=_shown(bad), cure=cure)
 
@@ -228,12 +229,29 @@ def _states(optimizer: Optimizer) -> list[dict[Any, Any]]:
 
 
 def numbers_of(optimizer: Optimizer) -> Numbers:
-    """Return the numbers that an optimizer counts with, to take a step again. Sync: none."""
+    """Return the numbers that an optimizer counts with, to take a step again. Sync: none.
+
+    Of one that is not PyTorch's also the weights and the state, if they are not large.
+    """
     own = [getattr(member, "__dict__", {}) for member in members(optimizer)]
+    states, is_kept = _states(optimizer), _is_number
+    if not _is_of_torch(optimizer):  # its step may read state that it overwrites
+        found = [*parameters(optimizer), *tensors_in(states)]
+        if sum(map(bytes_of, found)) <= LARGEST_COPY:
+            own.append({weight: weight for weight in parameters(optimizer)})
+            is_kept = _is_number_or_tensor
     return [
-        (each, {key: _copied(value) for key, value in each.items() if _is_number(value)})
-        for each in (*_states(optimizer), *own)
+        (each, {key: _copied(value) for key, value in each.items() if is_kept(value)})
+        for each in (*states, *own)
     ]
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.")
+
+
+def _is_number_or_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or _is_number(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -242,7 +260,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager
@@ -281,8 +299,8 @@ def diagnosis_of_taken_step(
     """Take a step again that has made weights bad; name its op and its cure if it goes bad again.
 
     ``arguments`` are those of the step with a closure, if it has one. The gradients are still
-    there, those of the first call of a closure; the replay ends with the second one. What was inf
-    or NaN begins at zero, and the numbers as before.
+    there, those of the first call of a closure; the replay ends with the second one. The numbers
+    begin as before, and what was inf or NaN and is not among them at zero.
     """
 
     def step(optimizer: Optimizer) -> None:
@@ -293,6 +311,8 @@ def diagnosis_of_taken_step(
                 del state[weight]  # its first step made it
         for values, numbers in before:
             values.update(map_plain(_copied, numbers))
+            for weight in (each for each in numbers if isinstance(each, Tensor)):
+                weight.detach().copy_(numbers[weight])
         losses = [torch.zeros(())]
 
         def closure() -> Tensor:
@@ -313,11 +333,12 @@ def diagnosis_of_taken_step(
     if found is None:
         why_not = [note for note in replayer.notes if note.startswith(NOT_AGAIN[:30])]
         return replace(event, notes=(*event.notes, *why_not))
+    is_exact = any(isinstance(key, Tensor) for _, numbers in before for key in numbers)
     return replace(
         event,
         bad=found.bad,
         cure=found.cure,
-        notes=(*(event.notes or found.notes), IN_PLACE_OF_LOST),
+        notes=(*(event.notes or found.notes), *[IN_PLACE_OF_LOST] * (not is_exact)),
         num_replays=replayer.num_replays,
         seconds=replayer.seconds,
         source=source_of(found.bad),

@@ -80,7 +80,7 @@ class CureTrial:
         self.replayer, self.usual = replayer, usual
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
         self._around: Change = nullcontext
-        self._all_optimizers = cache(all_optimizers)
+        self.all_optimizers = cache(all_optimizers)
 
     def inside(
         self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
@@ -174,7 +174,7 @@ class CureTrial:
         replayer = self.replayer
         seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.own_seconds)
         steps = SeveralSteps(
-            change, usual, seconds, self._all_optimizers, steps_itself=replayer.has_steps
+            change, usual, seconds, self.all_optimizers, steps_itself=replayer.has_steps
         )
         before, replayer.takes_steps = (replayer.takes_steps, replayer.has_steps), True
         variant = Variant(**{"scale": self.scale, **changes})

@@ -222,10 +222,16 @@ def why_not_again(calls: Sequence[KeptCall]) -> str | None:
         if call.is_forgotten:
             return "it uses a tensor from more than a step before, which cannot be computed again"
         for given in call.given:
-            if given.has_changed:
+            if given.has_changed and _reads_values(call, given):
                 shape = ", ".join(map(str, given.tensor.shape))
                 return f"an input of shape [{shape}] was written to in place afterwards"
     return None
+
+
+def _reads_values(call: KeptCall, given: Given) -> bool:
+    """Return whether a call reads the values of a tensor, as ``x.view_as(given)`` does not."""
+    is_shape = call.name.endswith(("_as", "_like"))
+    return not (is_shape and given in call.args[call.name.endswith("_as") :][:1])
 
 
 def scale(outputs: Any) -> Any:

@@ -2,7 +2,7 @@
 # expect: optimizer div
 # tensor: heads\.1\.weight
 # step: 6
-# says: reads    float32\[\]\n
+# says: reads    float32\[\]: 0\.3779 to 0\.3779
 # learns: losses[-1] < 0.1
 import torch
 from torch import nn

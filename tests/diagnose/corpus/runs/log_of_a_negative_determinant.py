@@ -1,6 +1,7 @@
 # kind: 5
 # expect: maths
-# never: slogdet\(
+# cure: F\.softplus\(noise\) \+ 1e-4
+# says: noise was -0\.8
 import torch
 from torch import nn
 
