@@ -420,6 +420,8 @@ def test_tune_finds_the_two_modules_and_then_it_learns(tmp_path: Path) -> None:
 
 def test_without_the_policy_no_step_is_taken(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["signals", "--steps", "20"])
-    with pytest.warns(halfstep.errors.SkippedStepsWarning, match="steps 1 to (17|20) were skipped"):
+    with pytest.warns(
+        halfstep.errors.SkippedStepsWarning, match="updates 1 to (17|20) were skipped"
+    ):
         runpy.run_path(str(FOLDER / "tune" / "signals.py"), run_name="__main__")
     assert "result: 20 of 20 steps were skipped with standard" in capsys.readouterr().out

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
-from halfstep._tools.diagnose.several_steps import Usual
+from halfstep._tools.diagnose.several_steps import Usual, signs_of
 
 OF_SGD, SMALL = False, True  # whether the steps of the trial were small
 
@@ -53,3 +54,10 @@ def test_a_huge_loss_is_doubtful_in_the_first_step_too() -> None:
 
 def test_what_is_not_finite_is_the_last() -> None:
     assert flaw_of(Cure("code", "x", is_finite=False), Usual()) is max(Flaw)
+
+
+def test_losses_before_it_are_named_only_if_they_are_known() -> None:
+    steps: Any = SimpleNamespace(norm=1.0, norm_before=1.0, losses=[1e14], factor=1.0)
+    found = [signs_of(steps, usual) for usual in (Usual(), Usual(loss=3.0, size=3.0))]
+    this = "the loss of this batch is 1e+14 with it"
+    assert found == [[this], [f"{this}; those before it were about 3"]]

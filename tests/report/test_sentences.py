@@ -602,6 +602,18 @@ def test_a_forward_pass_outside_of_autocast_is_the_first_sentence(tmp_path):
     )
 
 
+@pytest.mark.parametrize("options", [(), ("--amp=bf16",), ("--amp=fp16",)])
+def test_a_run_that_was_to_be_lowered_and_was_not_is_a_warning(tmp_path, options):
+    """A script that calls model.forward(x) is not seen by --amp."""
+    header = records.header(run_as=("halfstep", "run", *options, "train.py"))
+    steps = (step(n, scale=None, scale_after=None) for n in range(1, 21))
+    events = [header, records.products(1, float32=3), *steps, records.end(10.0, 20)]
+    first, *_ = said_of(records.write(tmp_path, events))
+    assert first.text.startswith("No product with gradients ran in a lower precision")
+    assert ("although --amp was given" in first.text) == bool(options)
+    assert first.severity == ("warning" if options else "notice")
+
+
 def test_cures_of_what_run_scales_name_no_scaler(tmp_path):
     header = records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py"))
     found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), header=header)

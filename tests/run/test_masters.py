@@ -375,7 +375,7 @@ def test_a_step_with_nan_is_left_out() -> None:
         given[2] = given[2] * float("nan")
         return trained(prepare, net().to(BF16), given=given)
 
-    with pytest.warns(SkippedStepsWarning, match="step 3 was skipped"):
+    with pytest.warns(SkippedStepsWarning, match="update 3 was skipped"):
         found, said = run_with(script, BOTH)
     with pytest.warns(SkippedStepsWarning):
         assert same(found, by_hand(script, BOTH))

@@ -148,6 +148,14 @@ def test_run_takes_rules_for_modules_without_amp(
     assert (tmp_path / "out").exists() is (code == 0)
 
 
+def test_a_name_of_no_module_is_an_error_where_amp_leaves_the_script_its_autocast(
+    halfstep_run: Run, tmp_path
+) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(enabled=True))
+    done = halfstep_run("--amp", "bf16", "--policy", "torch; @nosuch:fp32", "train.py")
+    assert (done.code, "no module of this Sequential is named like" in done.err) == (1, True)
+
+
 def test_run_says_that_a_policy_never_acted(halfstep_run: Run, tmp_path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(enabled=False))
     done = halfstep_run("--policy", "torch; @1:fp32", "-o", "out", "train.py")

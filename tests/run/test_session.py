@@ -232,19 +232,19 @@ def with_bad_steps(*steps, norm):
         (Seen(lost=[0.01], has_low_weights=True), []),
         (
             Seen(lost=[0.9, 0.5], has_low_weights=True),
-            ["70 % of the updates in 2 sampled steps were lost to rounding; halfstep run M "
+            ["70 % of the updates in 2 sampled steps were lost to rounding; `M` "
              "prevents that"],
         ),
         (
             Seen(bad_buffers=["a", "b", "c", "d"], has_bad_gradients=True),
-            ["4 buffers of the model ended with inf or NaN: a, b, c and 1 more; halfstep run G "
+            ["4 buffers of the model ended with inf or NaN: a, b, c and 1 more; `G` "
              "restores buffers at skipped steps"],
         ),
         (
             with_bad_steps(7, 7, 8, norm=math.inf),
             [
                 "an optimizer stepped although the loss was inf or NaN, in 2 steps (first: step 7);"
-                " halfstep run G skips steps with inf or NaN gradients"
+                " `G` skips steps with inf or NaN gradients"
             ],
         ),
         *(  # the option skips no step whose gradients were finite, or not measured
@@ -260,7 +260,7 @@ def with_bad_steps(*steps, norm):
         (
             Seen(first_scale=65536.0, scale=2.0**-126),
             ["the scale began at 2^16 and ended at 2^-126; "
-             "halfstep run G brings it back once gradients are finite at a larger one"],
+             "`G` brings it back once gradients are finite at a larger one"],
         ),
     ],
 )  # fmt: skip
@@ -274,7 +274,7 @@ def test_what_is_known_at_the_end_is_said(known, said):
 def test_no_option_restores_buffers_if_no_step_was_bad():
     """The script leaves its bad batches out by itself."""
     known = Seen(bad_buffers=["a"])
-    for num_skipped, more in ((0, ""), (1, "; halfstep run G restores buffers at skipped steps")):
+    for num_skipped, more in ((0, ""), (1, "; `G` restores buffers at skipped steps")):
         told = session.findings(known, guard="G", masters="M", num_skipped=num_skipped)
         assert list(told) == [f"1 buffer of the model ended with inf or NaN: a{more}"]
 

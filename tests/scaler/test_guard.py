@@ -90,12 +90,12 @@ def test_the_first_skip_names_the_parameters_and_later_ones_are_counted(schedule
             optimizer.step()
     assert {(each.filename, each.category) for each in told} == {(__file__, SkippedStepsWarning)}
     first, *later = [str(warning.message) for warning in told]
-    assert first.startswith("step 1 was skipped (SGD); reason: inf or NaN in the gradients\n")
+    assert first.startswith("update 1 was skipped (SGD); reason: inf or NaN in the gradients\n")
     assert "2.weight: 8 NaN of 8 entries" in first
     assert "scale" not in first
     assert later == [
-        f"step {2 * n - 1} was skipped (SGD), {n} of {2 * n - 1} so far; reason: inf or NaN in the "
-        "gradients"
+        f"update {2 * n - 1} was skipped (SGD), {n} of {2 * n - 1} so far; reason: inf or NaN in "
+        "the gradients"
         for n in (2, 4, 8)
     ]
 
@@ -111,7 +111,7 @@ def test_a_new_optimizer_does_not_repeat_what_was_warned_of() -> None:
         with pytest.warns(SkippedStepsWarning) as warned:
             optimizer.step()
         told.append(str(warned[0].message).split("\n"))
-    head = "step 1 was skipped (SGD); reason: inf or NaN in the gradients"
+    head = "update 1 was skipped (SGD); reason: inf or NaN in the gradients"
     assert [text[0] for text in told] == [head] * 3
     assert told[0][-1].startswith("What to try: ")
     assert told[1] == [head]

@@ -170,7 +170,7 @@ def test_skips_in_a_row_are_reported_with_their_cause() -> None:
 
     iterate()
     iterate()
-    says = r"(?s)steps 1 to 3 .* non-finite after unscale_; .* between unscale_\(\) and step\(\)"
+    says = r"(?s)updates 1 to 3 .* non-finite after unscale_; .* between unscale_\(\) and step\(\)"
     with pytest.warns(SkippedStepsWarning, match=says):
         iterate()
 

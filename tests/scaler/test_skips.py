@@ -115,12 +115,28 @@ def test_the_message(fused: bool) -> None:
     assert warning.filename == __file__
     text = str(warning.message)
     assert text.splitlines()[:3] == [
-        "steps 2 to 4 were skipped (SGD); reason: overflow; the scale is now 2^16",
+        "updates 2 to 4 were skipped (SGD); reason: overflow; the scale is now 2^16",
         "inf or NaN in the gradients of 1 parameter:",
         text.splitlines()[2],
     ]
     assert text.splitlines()[2].startswith("  1.weight: 1 inf and 1 NaN of 2 entries, largest")
     assert "What to try: the scaled gradients overflow." in text
+
+
+def test_the_message_counts_updates() -> None:
+    """Those of a GAN are no steps of a record, which may have two."""
+    reports: list[SkipReport] = []
+    scaler = GradScaler(max_consecutive_skips=4, on_skips=reports.append)
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    both = [(param, torch.optim.SGD([param], lr=0.1)) for param in params]
+    for value in (1.0, math.nan, math.nan):
+        for param, optimizer in both:
+            optimizer.zero_grad()
+            scaler.scale(param * value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (report,) = reports
+    assert str(report).startswith("updates 3 to 6 were skipped (SGD); reason: loss; ")
 
 
 def test_a_run_that_is_diagnosed_is_given_no_guess() -> None:
@@ -130,7 +146,7 @@ def test_a_run_that_is_diagnosed_is_given_no_guess() -> None:
         for _ in range(2):
             training.step("bad loss")
     text = str(reports[0])
-    assert text.startswith("steps 1 to 2 were skipped (SGD); the scale is now 2^")
+    assert text.startswith("updates 1 to 2 were skipped (SGD); the scale is now 2^")
     assert text.endswith("see the diagnoses of this run, which replays steps that go bad.")
 
 
@@ -154,7 +170,9 @@ def test_raise(fused: bool) -> None:
     training = Training(fused, max_consecutive_skips=4, on_skips="raise")
     for _ in range(3):
         training.step("bad loss")
-    with pytest.raises(SkippedStepsError, match=r"steps 1 to 4 were skipped \(SGD\); reason: loss"):
+    with pytest.raises(
+        SkippedStepsError, match=r"updates 1 to 4 were skipped \(SGD\); reason: loss"
+    ):
         training.step("bad loss")
     # The iteration has ended: whoever catches the error can go on.
     assert training.step() == 65536.0
@@ -164,17 +182,17 @@ def test_raise(fused: bool) -> None:
 @fused_or_not
 def test_raise_when_the_floor_was_tried_in_vain(fused: bool) -> None:
     training = Training(fused, on_skips="raise", max_consecutive_skips=1000)
-    with pytest.warns(SkippedStepsWarning, match=r"steps 1 to 17 .* now 2\^-1\n(.|\n)*below 1"):
+    with pytest.warns(SkippedStepsWarning, match=r"updates 1 to 17 .* now 2\^-1\n(.|\n)*below 1"):
         scales = [training.step("bad gradient") for _ in range(40)]
     assert scales[-1] == LOWEST
     with pytest.raises(SkippedStepsError, match=r"down to min_scale; the scale is now 2\^16"):
         training.step("bad gradient")
     # At a scale that began at the floor one bad step proves nothing.
     training = Training(fused, on_skips="raise", init_scale=LOWEST, max_consecutive_skips=3)
-    with pytest.warns(SkippedStepsWarning, match="step 1 was skipped"):
+    with pytest.warns(SkippedStepsWarning, match="update 1 was skipped"):
         training.step("bad gradient")
     training.step("bad gradient")
-    with pytest.raises(SkippedStepsError, match="steps 1 to 3 were skipped"):
+    with pytest.raises(SkippedStepsError, match="updates 1 to 3 were skipped"):
         training.step("bad gradient")
 
 

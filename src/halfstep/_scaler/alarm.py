@@ -22,8 +22,8 @@ NUM_SEARCHED = 16
 """Number of recent outcomes that are searched for the skipped step."""
 
 WHICH_OP = (
-    "To find the op, put `with halfstep.diagnose(scaler):` around the loop, or use halfstep run "
-    "--diagnose"
+    "To find the op, use halfstep run --diagnose, or put `with halfstep.diagnose(scaler):` around "
+    "the loop"
 )
 
 CURES = {
@@ -70,7 +70,7 @@ class SkipReport:
     """A run of skipped steps; ``str()`` formats the message.
 
     Attributes:
-        skipped_in_a_row: Number of consecutive skipped steps.
+        skipped_in_a_row: Number of consecutive updates whose steps were skipped.
         since: Number of the first of them; each ``update`` counts one, from 1.
         reason: Why the last one was skipped.
         scale: The scale from now on; None for a guard, which scales nothing.
@@ -80,7 +80,7 @@ class SkipReport:
         rank: The first rank that found inf or NaN; None with one rank or if all have the same
             gradients.
         is_diagnosing: Whether steps that go bad are replayed, so that their cause is not guessed.
-        num_skipped: Number of all skipped steps until now.
+        num_skipped: Number of all such updates until now.
     """
 
     skipped_in_a_row: int
@@ -104,16 +104,17 @@ class SkipReport:
 
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1
-        steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
-        what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else "skipped"
+        # No steps: one of a record may have several updates, as of a GAN.
+        which = f" {last} was" if last == self.since else f"s {self.since} to {last} were"
+        what = f"update{which} skipped" + f" ({', '.join(self.optimizers)})" * bool(self.optimizers)
         if self.num_skipped > self.skipped_in_a_row:
             what += f", {count(self.num_skipped)} of {count(last)} so far"
         if self.scale is None:
-            lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
+            lines = [f"{what}; reason: inf or NaN in the gradients"]
         elif self.is_diagnosing:
-            lines = [f"{steps} {what}; the scale is now {power(self.scale)}"]
+            lines = [f"{what}; the scale is now {power(self.scale)}"]
         else:
-            lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {power(self.scale)}"]
+            lines = [f"{what}; reason: {self.reason}; the scale is now {power(self.scale)}"]
         if self.rank is not None:
             lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 HELP = "exit with 1 if the report of a recorded run has a bad finding, for CI"
 DESCRIPTION = (
-    "Checks a recorded run, and the processes that it started, for CI: prints the sentences of its "
-    "report that are bad. A record without an end is bad, unless a process writes it."
+    "Checks a recorded run, and the processes that it started, for CI: prints the bad sentences of "
+    "its report. A record that nobody writes on, without an end, is bad; of a process, a warning."
 )
 EPILOG = """\
 Exit code: 0 and one line if no sentence is bad; 1 and a line for each bad one;

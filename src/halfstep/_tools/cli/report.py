@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.text import TableLine, aligned, printable, tell
+from halfstep._common.text import aligned, printable, tell
 from halfstep._tools.cli.exits import CommandError, ending_at_interrupts, near, replace_file
 from halfstep._tools.record.files import RUNS, files_in, records_in
 from halfstep.errors import RecordError
@@ -95,9 +95,8 @@ def _about(
 
     told = text.summary_text(summary)
     if others:
-        rows: list[TableLine] = [("record", "step", "skipped", "finding")]
-        rows += (text.summary_row(each) for each in (summary, *others))
-        told = "\n".join([*aligned(rows, right=("step", "skipped")), "", f"{run.path}:", told])
+        rows = ("record", "steps", "skipped", "finding"), *map(text.summary_row, (summary, *others))
+        told = "\n".join([*aligned(rows, right=("steps", "skipped")), "", f"{run.path}:", told])
     return told, render(summary, run)
 
 

@@ -554,22 +554,23 @@ def again(facts: Facts, option: str) -> Code:
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    if not facts.header.run_as or _has_fp16(facts):
-        return False
-    return option not in {word.partition("=")[0] for word in options_in(facts.header.run_as)}
+    given = {word.partition("=")[0] for word in options_in(facts.header.run_as or ("run",))}
+    return bool(facts.header.run_as) and option not in given and not has_amp(facts, "fp16")
 
 
 def is_scaled_by_run(summary: Summary) -> bool:
     """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
-    return _has_fp16(summary.facts) and not _has_own(summary, " GradScaler")
+    return has_amp(summary.facts, "fp16") and not _has_own(summary, " GradScaler")
 
 
 def _has_own(summary: Summary, what: str = "") -> bool:
     return any(f"{OWN_PRECISION}{what}" in note.text for note in summary.notes)
 
 
-def _has_fp16(facts: Facts) -> bool:
-    return bool(facts.header.run_as) and "--amp=fp16" in options_in(facts.header.run_as)
+def has_amp(facts: Facts, to: str = "") -> bool:
+    """Return whether ``halfstep run`` was to lower the script, to a precision or to any."""
+    given = options_in(facts.header.run_as or ("run",))
+    return any(word.startswith(f"--amp={to}") for word in given)
 
 
 def in_bf16(summary: Summary) -> tuple[str | Code, ...]:

@@ -149,9 +149,10 @@ def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
     severity: Severity = "notice"
     said, numbers = f"{ran[0].upper()}{ran[1:]}", _numbers(summary) if is_good else ()
     if summary.has_run_lower is False:
-        if summary.is_lowered or about_steps.is_scaled(summary):
+        has_amp = about_steps.has_amp(summary.facts)
+        if has_amp or summary.is_lowered or about_steps.is_scaled(summary):
             what = "autocast was on" if summary.is_lowered else "the loss was scaled"
-            said += f", although {what}"
+            said += f", although {'--amp was given' if has_amp else what}"
             severity = "warning"
     elif is_good:
         is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower and summary.layers

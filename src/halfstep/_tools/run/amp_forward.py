@@ -117,7 +117,7 @@ class ScriptState:
         elif not (self.has_own_autocast or self._has_others()):
             self._say(
                 "found nothing to run in mixed precision: no module with parameters was called "
-                "(calls inside a compiled function are not seen; compile the module itself)"
+                "(not seen: model.forward(x), and compiled functions; compile the module itself)"
             )
 
     def _sum_up(self) -> None:

@@ -89,7 +89,7 @@ class Options:
     diagnose_seconds: float | None = None  # None: replay no step
     has_children: bool = True  # whether the processes that the program starts are recorded too
     additions: Additions | None = None
-    run_as: tuple[str, ...] = ()  # the words of the command, without the folder, for advice
+    run_as: tuple[str, ...] = ("halfstep", "run")  # the command, without the folder, for advice
 
     @property
     def is_guarding(self) -> bool:
@@ -243,7 +243,7 @@ class Session:
         )
         if self._command is not None and self._options.has_children:
             self._stack.enter_context(reaching_children(self._options))
-        if amp is None and policy.module_rules:
+        if policy.module_rules:
             self._stack.enter_context(listeners.listening_to_backward(self._require_modules))
         if amp is not None:
             amp_context = mixed_precision(
@@ -328,10 +328,11 @@ class Session:
     def _findings(self) -> Iterator[str]:
         options, added = self._options, self._options.additions
         is_scaling = options.amp is torch.float16  # neither option goes with that
+        guard, masters = (with_options(options.run_as, each) for each in ("--guard", "--masters"))
         return findings(
             self._record.seen,
-            guard="" if is_scaling or options.is_guarding else "--guard",
-            masters="" if is_scaling or (added and added.store) else "--masters",
+            guard="" if is_scaling or options.is_guarding else guard,
+            masters="" if is_scaling or (added and added.store) else masters,
             num_skipped=self._record.num_skipped,
         )
 
@@ -371,11 +372,8 @@ class Session:
         self._say(text)
 
     def _say_of_amp(self, text: str) -> None:
-        if OWN_PRECISION in text:
-            self._keeps_own = True
-            self._say_and_note(text)
-        else:
-            self._say(text)
+        self._keeps_own |= OWN_PRECISION in text
+        self._say_and_note(text)
 
     def _say_of_process(self, text: str) -> None:
         """Print a message that may differ between ranks, with the rank."""
@@ -463,7 +461,7 @@ def _by_option(found: Diagnosis, options: Options, rules: dict[str, None]) -> Di
     ``rules``: those of cures before it, which the command has too; its own are added.
     """
     cure = found.cure
-    if cure is None or not options.run_as:
+    if cure is None:
         return found
     policy, own = cure.policy, str(cure.policy).removeprefix(f"{options.policy}; ")
     is_added = own != str(policy)
@@ -495,7 +493,7 @@ HARMFUL = 0.05
 
 
 def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> Iterator[str]:
-    """Yield what went wrong, with the options that prevent it; empty where they are of no use."""
+    """Yield what went wrong, with the commands that prevent it; empty where they are of no use."""
     if seen.lost and seen.has_low_weights and fmean(seen.lost) >= HARMFUL:
         share = percent(fmean(seen.lost))
         sampled = things(len(seen.lost), "sampled step")
@@ -517,8 +515,8 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         yield f"{began}{does}"
 
 
-def _prevents(option: str, does: str = "prevents that") -> str:
-    return f"; halfstep run {option} {does}" if option else ""
+def _prevents(command: str, does: str = "prevents that") -> str:
+    return f"; `{command}` {does}" if command else ""
 
 
 def recorded(num_steps: int, num_skipped: int, seen: Seen) -> str:

@@ -1,4 +1,4 @@
-# expect: steps 4 to 23 were skipped
+# expect: updates 4 to 23 were skipped
 import math
 
 import torch
