@@ -194,6 +194,43 @@ def test_what_is_unusual_is_not_counted(
     assert made.scaler.outcome(made.optimizer).skipped > any(made.flags.values())
 
 
+class ByItself(torch.optim.SGD):
+    """Handles the scale, and says so in the class; its groups have ``fused: None``."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> None:
+        if not self.found_inf:
+            for param in self.param_groups[0]["params"]:
+                param.data -= param.grad / self.grad_scale
+
+
+def test_a_class_that_handles_the_scale_takes_usual_steps() -> None:
+    made = Setup()
+    made.optimizer = ByItself(made.params[:2], lr=0.1)
+    for _ in range(12):
+        made.iterate()
+    before = made.params[0].detach().clone()
+    made.scaler.scale(torch.stack(made.params).sum()).backward()
+    made.scaler.step(made.optimizer)
+    assert made.scaler._engine.usual
+    made.scaler.update()
+    assert made.params[0].equal(before - 1.0)
+
+
+def test_groups_that_are_fused_no_more_have_their_gradients_divided() -> None:
+    made = Setup(is_fused=True)
+    made.optimizer.param_groups[0]["fused"] = False  # as loading a state does
+    before = made.params[0].detach().clone()
+    for num in (1, 2):  # by the long road, and by a new plan
+        made.scaler.scale(torch.stack(made.params).sum()).backward()
+        made.scaler.step(made.optimizer)
+        assert bool(made.scaler._engine.usual) == (num == 2)
+        made.scaler.update()
+        made.optimizer.zero_grad()
+        torch.testing.assert_close(made.params[0], before - 0.1 * num)
+
+
 def test_an_outcome_of_a_counted_step_is_read_late() -> None:
     made = Setup()
     first = made.scaler.outcome(made.optimizer)

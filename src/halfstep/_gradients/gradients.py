@@ -56,6 +56,11 @@ Flags: TypeAlias = dict[torch.device, Tensor]
 """Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
+_kind_of: Callable[[Tensor], tuple[torch.device, torch.dtype, torch.layout]] = attrgetter(
+    "device", "dtype", "layout"
+)
+_DENSE = {Tensor}
+_DENSE_OR_NONE = {Tensor, type(None)}
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 
 
@@ -152,21 +157,23 @@ class Gradients:
         set_grad_enabled(False)
         try:
             for (device, dtype), values in self.by_kind.items():
-                if device not in found_inf:
-                    found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-                if device not in factors:
-                    factors[device] = (
+                flag, by = found_inf.get(device), factors.get(device)
+                if flag is None:
+                    flag = torch.zeros((), dtype=torch.float32, device=device)
+                    found_inf[device] = flag
+                if by is None:
+                    by = factors[device] = (
                         to_device(factor, device)
                         if isinstance(factor, Tensor)
                         else torch.full((), factor, dtype=torch.float32, device=device)
                     )
                 if dtype in facts(device.type).unscales:
                     ordered = values[::-1] if was_just_read else values
-                    check_and_unscale_(ordered, found_inf[device], factors[device])
+                    check_and_unscale_(ordered, flag, by)
                 else:
-                    check_each_(values, found_inf[device])
+                    check_each_(values, flag)
                     if isinstance(factor, Tensor) or factor != 1.0:
-                        multiply_each_(values[::-1], factors[device])
+                        multiply_each_(values[::-1], by)
                 # The kernel does not bump versions. Bumping two is enough for code that checks
                 # them.
                 increment_version((values[0], values[-1]))
@@ -238,35 +245,24 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         TypeError: A gradient has a sparse layout other than COO. Nothing is changed.
     """
     params = list(params)
-    grads, by_kind = list[Tensor](), dict[Kind, list[Tensor]]()
-    device = dtype = None
-    # One loop, since most of what a step costs the host is code that is not in the cache.
-    for param in params:
-        grad = param.grad
-        if grad is None:
-            continue
-        if (
-            type(grad) is not Tensor
-            or grad.layout is not torch.strided
-            or grad.is_neg()
-            or not (grad.is_contiguous() or 0 not in grad.stride())
-        ):
-            return _collect_any(params)
-        if grad.dtype is not dtype or grad.device != device:
-            device, dtype = grad.device, grad.dtype
-            if dtype.is_complex:
-                return _collect_any(params)
-            kind = by_kind.setdefault((device, dtype), [])
-        kind.append(grad)
-        grads.append(grad)
-    if len(grads) < len(params):
-        params = [param for param in params if param.grad is not None]
-    return Gradients(params, grads, grads, by_kind)
-
-
-def _collect_any(params: list[Tensor]) -> Gradients:
-    """Collect gradients some of which are not dense and real, or cannot be written in place."""
-    params = [param for param in params if param.grad is not None]
+    grads = list(map(grad_of, params))
+    types = set(map(type, grads))
+    if types != _DENSE:
+        params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+        grads = list(map(grad_of, params))
+    kinds, is_plain = set(map(_kind_of, grads)), types <= _DENSE_OR_NONE
+    for _, dtype, layout in kinds:
+        is_plain = is_plain and layout is torch.strided and not dtype.is_complex
+    if (
+        is_plain
+        and not any(map(Tensor.is_neg, grads))
+        and (all(map(Tensor.is_contiguous, grads)) or not any(0 in g.stride() for g in grads))
+    ):
+        if len(kinds) != 1:
+            return _gradients(params, grads, grads)
+        ((device, dtype, _),) = kinds
+        return Gradients(params, grads, grads, {(device, dtype): grads})
+    # Some are not dense and real, or cannot be written in place.
     for param in params:
         grad: Any = param.grad
         if is_dtensor(grad):
@@ -283,8 +279,8 @@ def _collect_any(params: list[Tensor]) -> Gradients:
             grad = param.grad
             if (writable := _writable(grad)) is not grad:
                 param.grad = writable
-    grads: list[Any] = [param.grad for param in params]
-    return _gradients(params, grads, [_values(grad) for grad in grads])
+    grads = list(map(grad_of, params))
+    return _gradients(params, grads, list(map(_values, grads)))
 
 
 def is_nonzero(grad: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ read in the sources of the version given; on CUDA, tests/test_devices_gpu.py com
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -37,8 +38,14 @@ class Facts:
 
 UNKNOWN = Facts()
 
-FACTS = {
-    "cpu": Facts(
+
+class _FactsOf(dict[str, Facts]):
+    def __missing__(self, device_type: str) -> Facts:
+        return _facts_of_unknown(device_type)
+
+
+FACTS = _FactsOf(
+    cpu=Facts(
         unscales=_ALL,  # cpu/AmpGradScalerKernels.cpp, 2.13, and compared by tests
         has_arrivals=True,
         reads_at_once=True,
@@ -47,7 +54,7 @@ FACTS = {
         adds_rows_in_float32=frozenset({"index_add", "index_select"}),
     ),
     # ROCm too: its kernels are made from these.
-    "cuda": Facts(
+    cuda=Facts(
         # AT_DISPATCH_FLOATING_TYPES_AND_HALF in cuda/AmpKernels.cu, pytorch#127176. bfloat16 is
         # added by pytorch#194947, opened after 2.13 and not known to be in a release.
         unscales=_PLAIN,
@@ -57,7 +64,7 @@ FACTS = {
         # the test in float32; cuda/Indexing.cu does not say so for all shapes.
         adds_in_float32=frozenset({"embedding"}),
     ),
-    "mps": Facts(
+    mps=Facts(
         # Up to 2.12 mps/kernels/Amp.metal reads inv_scale in the dtype of the gradients, from a
         # float32: 16-bit gradients become 0 (pytorch#184286).
         unscales=frozenset({torch.float32} if _VERSION < (2, 13) else _ALL - {torch.float64}),
@@ -72,18 +79,17 @@ FACTS = {
         has_arrivals=False,
         reads_at_once=False,  # pytorch#139550, pytorch#189690: both open
     ),
-    "xpu": Facts(
+    xpu=Facts(
         unscales=_ALL,  # intel/torch-xpu-ops, src/ATen/native/xpu/sycl/AmpKernels.cpp, 2026
         has_float64=None,  # Arc of the A series has none: pytorch#147731, torch-xpu-ops#1742
         has_arrivals=True,  # xpu/PinnedMemoryAllocator.h, 2.13
         reads_at_once=True,  # torch-xpu-ops, src/ATen/native/xpu/Copy.cpp, 2026: it is staged
     ),
-}
+)
 
 
-def facts(device_type: str) -> Facts:
-    """Return what PyTorch has for a type of device."""
-    return FACTS.get(device_type) or _facts_of_unknown(device_type)
+# (device type): what PyTorch has for it; in each step, so without a call in Python.
+facts: Callable[[str], Facts] = FACTS.__getitem__
 
 
 @cache

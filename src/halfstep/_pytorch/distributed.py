@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -128,20 +129,22 @@ class Swap:
             self.param._local_tensor, self.param._spec = self._own
 
 
-def has_process_group() -> bool:
-    """Return whether this process may be one of several that work together.
-
-    Like ``torch.distributed.is_initialized()``, with one call instead of four.
-    """
-    return _c10d is not None and _c10d._world._default_pg is not None
-
-
 _c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
+
+# (): the process group of all ranks, None without one; in a step, so without a call in Python.
+default_group: Callable[[], Any] = (
+    partial(attrgetter("_world._default_pg"), _c10d) if _c10d else lambda: None
+)
+
+
+def has_process_group() -> bool:
+    """Return whether this process may be one of several that work together."""
+    return default_group() is not None
 
 
 def key_of(params: Iterable[torch.Tensor]) -> int:
     """Return a number that changes with the parameters, their order, and the ranks of the job."""
-    return hash((id(_c10d and _c10d._world._default_pg), *map(id, params)))
+    return hash((id(default_group()), *map(id, params)))
 
 
 def world() -> torch.distributed.ProcessGroup:

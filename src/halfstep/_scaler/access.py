@@ -52,7 +52,7 @@ def loss_scale(scaler: GradScaler) -> LossScale:
 
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the gradients of an optimizer were unscaled or used by a step."""
-    step = scaler._engine.iteration.step_of(optimizer)
+    step = scaler._engine.iteration.steps.get(id(optimizer))
     return step is not None and step.stage is not OptState.READY
 
 

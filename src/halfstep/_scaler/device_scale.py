@@ -213,7 +213,7 @@ class DeviceScale(LossScale):
 
     def snapshot(self) -> Snapshot:
         """Return the current state, to be read later. Sync: none."""
-        return self._under_way[-1] if self._under_way else (self._state, self._num_counted)
+        return self._under_way[-1] if self._under_way else super().snapshot()
 
     @property
     def growth_tracker(self) -> Tensor:

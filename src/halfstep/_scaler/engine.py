@@ -179,15 +179,19 @@ class Engine:
         if not self.usual or OBSERVERS:
             return False
         scale = self.loss_scale
-        found, later = list[Tensor](), list[Tensor]()  # what only the device knows
-        for _, step in self.usual.values():
+        found: list[Tensor] = []  # what only the device knows
+        later: list[Tensor] = []
+        for plan, step in self.usual.values():
             own, look = step.own, step.look
             assert own is not None
             if isinstance(step.skip, Tensor) and len(self.journal.plans) == 1:
                 found += own.found_here.values()
                 later += [] if look is None else look.found_here.values()
-            # Another optimizer may have unused gradients; and its step may write to the flag.
-            elif step.stage is OptState.UNSCALED or own.on_host(scale.is_here) is not False:
+            # Another optimizer may have unused gradients; and a step that gets the flag may write
+            # to it.
+            elif step.stage is OptState.UNSCALED or (
+                plan.is_fused and own.on_host(scale.is_here) is not False
+            ):
                 return False
         if found:
             scale.update(found, later)

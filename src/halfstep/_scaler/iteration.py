@@ -388,10 +388,6 @@ class Iteration:
         """All checks that move the scale, in order."""
         return [entry.check for entry in self.ledger.entries]
 
-    def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
-        """Return the step of the last call for an optimizer, None if nothing has been done."""
-        return self.steps.get(id(optimizer))
-
     def keep(self, step: Step, stage: OptState, versions: list[int] | None = None) -> None:
         """Record the checks and the stage of a call; without a check there is nothing to record.
 

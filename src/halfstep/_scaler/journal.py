@@ -10,6 +10,7 @@ from itertools import islice, takewhile
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import (
@@ -18,7 +19,7 @@ from halfstep._gradients.optimizers import (
     members,
     name,
 )
-from halfstep._pytorch.distributed import key_of
+from halfstep._pytorch.distributed import default_group
 from halfstep._scaler.clipping import EarlyClipping
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep._scaler.ranks import Alone, Together
@@ -32,8 +33,10 @@ class Plan:
     """What outlives an iteration of an optimizer: its last outcome, and how its usual steps go.
 
     Attributes:
-        key: A number that changes with the parameters and the ranks; None: no usual steps.
+        params: The parameters; None: no usual steps.
+        group: The process group of all ranks.
         flag: The flag by which the optimizer says that it handles the scale.
+        fused: What its groups say of that.
         is_fused: Whether it does.
         ranks: Who decides.
         param_ids: Those of its parameters.
@@ -41,7 +44,9 @@ class Plan:
         versions: Those that its last usual call left in the gradients.
     """
 
+    group: Any
     flag: object
+    fused: list[Any]
     is_fused: bool
     ranks: Alone
     param_ids: frozenset[int]
@@ -52,7 +57,7 @@ class Plan:
         self.optimizer, self.id = weakref.ref(optimizer), id(optimizer)
         self.outcome: Outcome | None = None
         self.early_clipping = EarlyClipping()
-        self.key: int | None = None
+        self.params: list[Tensor] | None = None
 
     def make(
         self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool
@@ -61,10 +66,11 @@ class Plan:
         if ranks.is_together or not self.early_clipping.is_over:
             return
         if [*map(id, members(optimizer))] == [id(optimizer)]:  # no container
-            params = parameters(optimizer)
-            self.key, self.ranks, self.is_measured_fast = key_of(params), ranks, None
-            self.param_ids = frozenset(map(id, params))
+            self.params, self.group = parameters(optimizer), default_group()
+            self.param_ids, self.ranks = frozenset(map(id, self.params)), ranks
             self.is_fused, self.flag = is_fused, getattr(optimizer, HANDLES_SCALE, None)
+            self.fused = [group.get("fused") for group in optimizer.param_groups]
+            self.is_measured_fast = None
 
 
 class Journal:

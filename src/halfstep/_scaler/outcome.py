@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -104,8 +103,8 @@ class Outcome:
     """The outcome of one call of :meth:`halfstep.GradScaler.step`, read lazily.
 
     Creating it does not sync. The first read of a property does (sync: one; one for each device for
-    ``norms`` and ``culprits``); later reads do not. Pickling or copying reads everything: the copy
-    keeps all readable values, on the CPU, without the optimizer.
+    ``norms`` and ``culprits``); later reads do not. It cannot be pickled or copied; the entries of
+    ``GradScaler.history`` can.
 
     Example:
         >>> import halfstep
@@ -311,7 +310,7 @@ class Outcome:
         if self._kept is None:
             raise CallOrderError(
                 "norms and culprits are kept for the last step of each optimizer only, and this "
-                "outcome is older, or a copy of such a one"
+                "outcome is older"
             )
         return self._kept[0]
 
@@ -340,22 +339,11 @@ class Outcome:
             )
         return norms_of(collect(params), multiplier if self.skipped else None).unscaled()
 
-    @keep_out_of_graphs
-    def __getstate__(self) -> dict[str, object]:
-        """Return plain values and CPU tensors. Sync: as for reading all properties."""
-        names = "optimizer_name", "num_losses", "rank", "is_left_out", "_entry"
-        state = {name: getattr(self, name) for name in names}
-        state["after"] = None if self.after is None else (state_of(self.after), 0)
-        state["_squares"] = None if self._squares is None else float(self._squares)
-        for what in ("norm", "norms", "culprits"):
-            with suppress(CallOrderError):
-                state[what] = getattr(self, what)
-        return state
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Restore an outcome whose step was in another process, or is over."""
-        restored = {"_optimizer": lambda: None, "_names": Names(), "_agreements": (), "_kept": None}
-        self.__dict__ |= state | restored
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Outcome belongs to its optimizer and cannot be pickled or copied: pass on what you "
+            "read from it, or its entry in scaler.history(), which has plain values"
+        )
 
     def __repr__(self) -> str:
         """Return a one-line summary. Sync: one."""

@@ -380,7 +380,7 @@ class GradScaler(TorchAttributes):
         """
         self._engine.ranks.replicated(params, process_group)
         for plan in self._engine.journal.plans.values():
-            plan.key = None
+            plan.params = None
 
     # --- accessors --------------------------------------------------------------------------------
 

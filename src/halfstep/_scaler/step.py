@@ -50,7 +50,7 @@ from halfstep._gradients.gradients import (
 )
 from halfstep._gradients.optimizers import HANDLES_SCALE, name, step_with_scale
 from halfstep._gradients.scalars import Scalar, any_of, reciprocal
-from halfstep._pytorch.distributed import has_process_group, key_of
+from halfstep._pytorch.distributed import default_group, has_process_group
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
     STAGES,
@@ -234,23 +234,27 @@ def _on_long_road(step: Step, unscaled: tuple[Plan, Step] | None) -> Step:
 def _gather_usual(engine: Engine, optimizer: torch.optim.Optimizer) -> _Found | None:
     """Return the plan, the state and the gradients of a usual step; None if it is not one."""
     plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
-    if plan is None or plan.key is None or not engine.is_usual:
+    if plan is None or plan.params is None or not engine.is_usual:
         return None
     before = loss_scale.calm(is_fused=plan.is_fused)
     if before is None:
         return None
     for other, _ in engine.usual.values():
-        is_apart = other.key is not None and plan.param_ids.isdisjoint(other.param_ids)
+        is_apart = other.params is not None and plan.param_ids.isdisjoint(other.param_ids)
         if not is_apart and other is not plan:
             return None
     params: list[Tensor] = []
-    is_fused = plan.is_fused
     for group in optimizer.param_groups:
         params += group["params"]
-        is_fused = is_fused and group.get("fused", True)
     flag = getattr(optimizer, HANDLES_SCALE, None)
-    if is_fused is not plan.is_fused or flag is not plan.flag or key_of(params) != plan.key:
-        plan.key = None  # it was made for other groups
+    if (
+        flag is not plan.flag
+        or (flag and [group.get("fused") for group in optimizer.param_groups] != plan.fused)
+        or len(params) != len(plan.params)
+        or not all(map(is_, params, plan.params))
+        or default_group() is not plan.group
+    ):
+        plan.params = None  # it was made for other groups
         return None
     if engine.unused.by_param and not engine.unused.are_gone(params):
         return None
@@ -337,7 +341,7 @@ def finish(
         failed(engine, plan, step, error)
         raise
     remember(engine, optimizer, step, plan, is_fused=is_fused)
-    if plan.key is None:
+    if plan.params is None:
         plan.make(optimizer, step.ranks, is_fused=is_fused)
     return result
 

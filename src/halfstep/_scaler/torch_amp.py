@@ -252,7 +252,7 @@ class TorchAttributes:
         return check.found_inf
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
-        step = self._engine.iteration.step_of(optimizer)
+        step = self._engine.iteration.steps.get(id(optimizer))
         return {} if step is None else found_inf_by_device(step.checks)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
@@ -343,7 +343,7 @@ def step(
             state["found_inf_per_device"] = found  # the override has only returned it
     elif is_scaled:
         scaler.unscale_(optimizer)
-    before = engine.iteration.step_of(optimizer)
+    before = engine.iteration.steps.get(id(optimizer))
     if before is None or not before.checks:
         raise nothing_checked(optimizer)
     step = Step(optimizer, engine.loss_scale, collect(params), earlier=before.checks)

@@ -106,7 +106,7 @@ def step_with_closure(
         num_losses = iteration.num_losses
         with torch.enable_grad():
             loss = closure()
-        step = iteration.step_of(optimizer)
+        step = iteration.steps.get(id(optimizer))
         if engine.iteration is not iteration or (step and step.stage is OptState.STEPPED):
             raise broken(
                 "the closure called step() or update()", "; call update() once, after the step"
