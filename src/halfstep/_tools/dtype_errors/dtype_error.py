@@ -380,7 +380,10 @@ def _cures(
     fixed = [t for t in tensors if t is written or isinstance(t, nn.Parameter)]
     fixed = sorted((t for t in fixed if t.dtype in floats), key=lambda t: t is not written)
     each_wanted = sorted(floats, key=lambda dtype: -torch.finfo(dtype).bits)[:1]
-    if len(set(dtypes)) == 1:
+    if written is not None and not (written.is_floating_point() or written.is_complex()):
+        is_exact = all(torch.equal(t, t.to(written.dtype).to(t.dtype)) for t in tensors)
+        each_wanted = [written.dtype][:is_exact]  # integers that would be rounded are left
+    elif len(set(dtypes)) == 1:
         each_wanted = [hidden or torch.float32]
     elif fixed:
         each_wanted = [fixed[0].dtype]
