@@ -6,12 +6,12 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec import structs
@@ -54,7 +54,14 @@ from halfstep._tools.rounds import Rounds
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
-from halfstep.sinks import Sink
+
+
+class Sink(Protocol):
+    """A receiver of scalars, in the training process."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Receive the scalars of a step, by name."""
+
 
 BEGAN_ELSEWHERE = (Reason.LOSS, Reason.AFTER_UNSCALE)
 """Reasons of skips that began neither in a module's backward pass nor by the scale."""
