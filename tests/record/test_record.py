@@ -954,21 +954,21 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
 
 
 def test_a_sample_of_many_tensors_has_the_worst_some_by_name_and_sums(tmp_path: Path) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(600)])
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(300)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with halfstep.record(tmp_path, every=1, model=model):
         for _ in range(2):
             sum(
-                (p * (torch.nan if n == 321 else 1e-9 if n == 333 else 1)).sum()
+                (p * (torch.nan if n == 221 else 1e-9 if n == 233 else 1)).sum()
                 for n, p in enumerate(model)
             ).backward()  # type: ignore[union-attr]
             optimizer.step()
     run = read_run(tmp_path)
     names = [{t.name for t in s.tensors if t.kind == "parameter_gradient"} for s in run.samples]
-    assert {"321", "333", "0", "(others)"} <= names[0] == names[1]
+    assert {"221", "233", "0", "(others)"} <= names[0] == names[1]
     assert len(names[0]) == 257
     gradients = [t for t in run.samples[0].tensors if t.kind == "parameter_gradient"]
-    assert sum(t.size for t in gradients) == 1200
+    assert sum(t.size for t in gradients) == 600
     assert any("at most 256 of a kind one by one" in note.text for note in run.notes)
     assert (tmp_path / "rank0.jsonl").stat().st_size / 2 < 400_000
 
