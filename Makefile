@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
 SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose replay watch dtype_errors)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
-	$(addprefix tests/scaler/test_,training.py clipping.py saving.py skips.py usual.py)
+	$(addprefix tests/scaler/test_,training.py clipping.py saving.py skips.py)
 
 # Where the environment forbids it, each of the processes that tests start would compile halfstep anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,6 +81,9 @@ package:  ## build dist/ and check it as PyPI would, in a .venv of its own
 test-simulated: $(READY)  ## the tests that take a device, on a simulated one, with what real ones lack
 	$(PYTEST) -q -m "not gpu and not slow" --device sim:cuda $(SIMULATED) $(ARGS)
 	@$(MAKE) --no-print-directory -j $(JOBS) simulated-mps simulated-xpu_arc simulated-plain simulated-slow
+
+# Usual steps depend on who moves the scale, and on how late the host reads.
+simulated-mps simulated-slow: BY_PROFILE += tests/scaler/test_usual.py
 
 simulated-%:  # few tests: one process each
 	$(BIN)/pytest -q -m "not gpu and not slow" --device sim:$* $(BY_PROFILE) $(ARGS)

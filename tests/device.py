@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from halfstep._pytorch import devices
 
 DEVICE = "cpu"
 PROFILE = ""
+
+Case = TypeVar("Case")
 
 _HAS_ALL = devices.Facts(
     unscales=devices.FACTS["cpu"].unscales, has_arrivals=True, reads_at_once=True
@@ -56,6 +59,11 @@ def choose(option: str) -> None:
         if PROFILE in FACTS_OF:
             devices.FACTS[DEVICE] = FACTS_OF[PROFILE]
     torch.set_default_device(DEVICE)
+
+
+def share(cases: Iterable[Case], one_in: int) -> list[Case]:
+    """Return some cases on a simulated device, where each op is a call of Python, and else all."""
+    return list(cases)[:: one_in if PROFILE else 1]
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -71,7 +71,7 @@ TOOLS: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
     "--amp fp16": lambda model: mixed_precision(torch.float16, print),
     "--amp bf16": lambda model: mixed_precision(torch.bfloat16, print),
     "--diagnose": lambda model: Watch(tell=print),
-    "--masters --guard": lambda model: added(Additions("split", True), print),
+    "--masters --guard": lambda model: added(Additions(True, True), print),
     "keep": kept,
     "keep, parametrized": parametrized,
     "rules of modules": with_module_rules,

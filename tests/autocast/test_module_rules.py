@@ -357,8 +357,6 @@ def test_what_a_policy_decides_in_a_module() -> None:
     policy = Policy.parse("standard; softmax@blocks.*:lower; @blocks.0.norm:fp32")
     assert policy.action("softmax.int", "cpu", BF16) == "fp32-dtype"
     assert policy.action("softmax.int", "cpu", BF16, module="blocks.0.attn") == "lower"
-    assert "by softmax@blocks.*:lower" in str(policy.explain("softmax", module="blocks.1"))
-    assert str(policy.explain("softmax", module="blocks.0.norm.sub")).startswith(
-        "on an island in float32: by @blocks.0.norm:fp32"
-    )
-    assert "blocks" not in str(policy.explain("softmax"))
+    rule = policy.rule("softmax.int", "cpu", BF16, module="blocks.1")
+    assert str(rule) == "softmax@blocks.*:lower"
+    assert str(policy.island("blocks.0.norm", "cpu", BF16)) == "@blocks.0.norm:fp32"

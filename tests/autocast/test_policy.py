@@ -337,17 +337,11 @@ def test_reading_takes_work_in_proportion_to_the_rules(tmp_path: Path, form: str
     assert (many - few) / 1_000 < {"text": 24, "ops": 12, "file": 24}[form]
 
 
-def test_explain_names_the_rule_that_decides() -> None:
+def test_the_rule_that_decides() -> None:
     policy = preset("standard") | "exp:lower; exp[fp16]:leave"
-    assert str(policy.explain("torch.exp")).splitlines() == [
-        "exp.default",
-        "  fp16: leave: by exp[fp16]:leave",
-        "  bf16: lower: by exp:lower",
-        "  overruled: exp:fp32",
-    ]
-    assert str(preset("fp32").explain("mm.default")) == "mm.default\n  leave: no rule is about it"
-    with pytest.raises(ValueError, match="no op 'sofmax'; did you mean 'softmax'"):
-        policy.explain("sofmax")
+    assert str(policy.rule("exp.default", CPU, FP16)) == "exp[fp16]:leave"
+    assert str(policy.rule("exp.default", CPU, BF16)) == "exp:lower"
+    assert preset("fp32").rule("mm.default", CPU, BF16) is None
 
 
 def test_rules_by_action() -> None:

@@ -1,7 +1,7 @@
 """A variant of every kind of faulty program: named, judged, and cured by what is told to paste.
 
-Each is judged as a step or as a loop, in turn. ``HALFSTEP_FUZZ=1`` looks at five variants of each
-in both forms.
+Each is judged as a step or as a loop, in turn; on a simulated device, one in five.
+``HALFSTEP_FUZZ=1`` looks at five variants of each in both forms.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from tests.device import share
 from tests.diagnose.kinds import KINDS, programs
 from tests.diagnose.kinds.judged import is_finite, run_file
 from tests.diagnose.kinds.program import step_script
@@ -28,12 +29,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [
-        (form, kind)
-        for number, kind in enumerate(KINDS)
-        for place, form in enumerate(("step", "loop"))
-        if IS_FUZZ or number % 2 == place
-    ],
+    share(
+        (
+            (form, kind)
+            for number, kind in enumerate(KINDS)
+            for place, form in enumerate(("step", "loop"))
+            if IS_FUZZ or number % 2 == place
+        ),
+        one_in=5,
+    ),
 )
 def test_the_fault_is_named_and_its_cure_can_be_pasted(form, kind, tmp_path):
     for program in islice(programs(kind), VARIANTS):
@@ -48,7 +52,7 @@ def test_the_same_holds_for_a_script(kind: str, tmp_path: Path) -> None:
     assert not wrong(case), f"{program}: {wrong(case)}\n{case.said}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", share(KINDS, one_in=5))
 def test_a_program_is_finite_without_its_fault_and_not_with_it(kind: str, tmp_path: Path) -> None:
     for program in islice(programs(kind, seed=1), VARIANTS):
         for is_bad in (False, True):

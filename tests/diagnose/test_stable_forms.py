@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import share
 from tests.diagnose.formulas import FORMULAS, judge
 from tests.diagnose.kinds.judged import run_file
 from tests.dtype_errors.dtype_programs import pasted
@@ -23,7 +24,7 @@ IN_WORDS = {
 PASTED = [name for name in FORMULAS if name not in IN_WORDS]
 
 
-@pytest.mark.parametrize("name", PASTED)
+@pytest.mark.parametrize("name", share(PASTED, one_in=5))
 def test_the_cure_computes_what_the_formula_computes_and_learns(name: str, tmp_path: Path) -> None:
     """In float64 and far from its limits, losses and gradients are equal."""
     judged = judge(name, tmp_path)

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from tests.device import DEVICE
 from tests.training import assert_same, step_on
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
 
 import halfstep
 from halfstep import lost_updates, master_weights
@@ -123,7 +124,7 @@ class ByHand:
 def in_groups(params: list[Any], groups: int) -> list[Any]:
     if groups == 1:
         return params
-    return [{"params": params[i::groups]} for i in range(groups)]
+    return [{"params": params[i::groups], "lr": 1e-3 * (i + 1)} for i in range(groups)]
 
 
 def give_gradients(params: list[nn.Parameter], seed: int, share: float = 0.8) -> None:
@@ -134,11 +135,16 @@ def give_gradients(params: list[nn.Parameter], seed: int, share: float = 0.8) ->
         param.grad = grad if has_one else None
 
 
-@pytest.mark.parametrize("store", ["split", "float32"])
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_step_is_that_of_float32_weights(make: Make, store: Any, groups: int) -> None:
-    dtype = BF16 if store == "split" else FP16
+@pytest.mark.parametrize(
+    ("name", "store", "groups"),
+    [
+        (name, store, (1, 3)[(number + place) % 2])
+        for number, name in enumerate(OPTIMIZERS)
+        for place, store in enumerate(("split", "float32"))
+    ],
+)
+def test_a_step_is_that_of_float32_weights(name: str, store: Any, groups: int) -> None:
+    make, dtype = OPTIMIZERS[name], BF16 if store == "split" else FP16
     ours, theirs = parameters(dtype), parameters(dtype)
     optimizer = make(in_groups(ours, groups))
     assert master_weights(optimizer, store) is optimizer
@@ -676,6 +682,16 @@ class LowMomentum(torch.optim.Optimizer):
                 param.sub_(momentum.float(), alpha=group["lr"])
 
 
+def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
+    (values, form), (others, expected) = map(tree_flatten, (one, other))
+    assert form == expected
+    for mine, theirs in zip(values, others, strict=True):
+        if torch.is_tensor(mine):
+            assert_same([mine], [theirs])
+        else:
+            assert mine == theirs
+
+
 @pytest.mark.parametrize("gradients", [None, "float32"])
 @pytest.mark.parametrize("store", ["split", "float32"])
 @pytest.mark.parametrize(
@@ -695,6 +711,8 @@ def test_all_of_a_state_is_loaded_as_it_was_saved(name: str, store: Any, gradien
             optimizer.step(closure)
 
     make = globals().get(name) or getattr(torch.optim, name)
+    if name == "LBFGS":
+        make = partial(make, max_iter=4)  # enough for several directions in its state
     options = {"strict": False} if name == "OwnLoading" else {}
     model = linear()
     optimizer = master_weights(make(model.parameters()), store, gradients)
@@ -703,7 +721,7 @@ def test_all_of_a_state_is_loaded_as_it_was_saved(name: str, store: Any, gradien
     saved = copy.deepcopy(optimizer.state_dict())
     after = master_weights(make(later.parameters()), store, gradients)
     after.load_state_dict(saved, **options)
-    assert str(after.state_dict()) == str(saved)
+    assert_equal_states(after.state_dict(), saved)
     for key, value in after.state[later.weight].items():
         is_container = isinstance(value, dict | list | deque)
         assert not (is_container and value is saved["state"][0][key])  # it may be written to

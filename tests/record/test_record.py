@@ -993,41 +993,25 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
     assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["a parameter", "after accumulation", "a module", "none"])
-def test_hooks_that_see_the_scale_are_noted(kind: str, tmp_path: Path) -> None:
-    model, scaler = net_and_scaler()
-    match kind:
-        case "a parameter":
-            next(model.parameters()).register_hook(lambda g: g.clamp(-1, 1))
-        case "after accumulation":
-            next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
-        case "a module":
-            [*model.children()][-1].register_full_backward_hook(lambda m, g, o: None)
-    with halfstep.record(tmp_path, every=1):
-        train(model, dtype=torch.float16, scaler=scaler)
-    noted = [n.text for n in read_run(tmp_path).notes if "are multiplied by the scale" in n.text]
-    assert len(noted) == (kind != "none")
-
-
 # --- what it costs --------------------------------------------------------------------------------
 
 
 def test_a_sample_of_many_tensors_has_the_worst_some_by_name_and_sums(tmp_path: Path) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(600)])
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(300)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with halfstep.record(tmp_path, every=1, model=model):
         for _ in range(2):
             sum(
-                (p * (torch.nan if n == 321 else 1e-9 if n == 333 else 1)).sum()
+                (p * (torch.nan if n == 221 else 1e-9 if n == 233 else 1)).sum()
                 for n, p in enumerate(model)
             ).backward()  # type: ignore[union-attr]
             optimizer.step()
     run = read_run(tmp_path)
     names = [{t.name for t in s.tensors if t.kind == "parameter_gradient"} for s in run.samples]
-    assert {"321", "333", "0", "(others)"} <= names[0] == names[1]
+    assert {"221", "233", "0", "(others)"} <= names[0] == names[1]
     assert len(names[0]) == 257
     gradients = [t for t in run.samples[0].tensors if t.kind == "parameter_gradient"]
-    assert sum(t.size for t in gradients) == 1200
+    assert sum(t.size for t in gradients) == 600
     assert any("at most 256 of a kind one by one" in note.text for note in run.notes)
     assert (tmp_path / "rank0.jsonl").stat().st_size / 2 < 400_000
 

@@ -46,7 +46,7 @@ def sharded(rank: int) -> tuple[list[bool], float]:
 def with_float16(rank: int, way: str, find_unused: bool) -> tuple[list[float], list[str]]:
     """A DistributedDataParallel of a float16 model, whose gradients get another dtype."""
     said: list[str] = []
-    with added(Additions("split"), said.append) if way == "added" else nullcontext():
+    with added(Additions(has_masters=True), said.append) if way == "added" else nullcontext():
         torch.manual_seed(0)
         linear = torch.nn.Linear(4, 2, dtype=torch.float16)
         model = DistributedDataParallel(linear, find_unused_parameters=find_unused)
@@ -67,7 +67,7 @@ def fully_sharded(rank: int, way: str, dtype: torch.dtype) -> tuple[list[list[fl
     Returned are what ranks hold of the parameters and of the optimizer's state.
     """
     said: list[str] = []
-    both = Additions("split", is_guarding=True, max_norm=0.5)
+    both = Additions(has_masters=True, is_guarding=True, max_norm=0.5)
     with added(both, said.append) if way == "added" else nullcontext():
         torch.manual_seed(0)
         layers = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)

@@ -23,8 +23,8 @@ from halfstep._tools.run.stand_ins import replaced
 from halfstep.errors import CallOrderError, SkippedStepsWarning
 
 BF16, FP16 = torch.bfloat16, torch.float16
-MASTERS = Additions("split")
-BOTH = Additions("split", is_guarding=True, max_norm=1.0)
+MASTERS = Additions(has_masters=True)
+BOTH = Additions(has_masters=True, is_guarding=True, max_norm=1.0)
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -95,9 +95,9 @@ def run_with(script: Callable[[Prepare], Any], additions: Additions) -> tuple[An
 
 def by_hand(script: Callable[[Prepare], Any], additions: Additions) -> Any:
     def prepare(optimizer: torch.optim.Optimizer) -> None:
-        if additions.store is not None:
+        if additions.has_masters:
             dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-            halfstep.master_weights(optimizer, "float32" if FP16 in dtypes else additions.store)
+            halfstep.master_weights(optimizer, "float32" if FP16 in dtypes else "split")
         if additions.is_guarding:
             halfstep.guard(optimizer, max_norm=additions.max_norm)
 
@@ -282,11 +282,10 @@ def test_a_step_that_is_kept_and_put_back_is_an_error() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("store", ["split", "float32"])
-def test_each_store(store: Any) -> None:
-    found, said = run_with(plain, Additions(store))
-    assert same(found, by_hand(plain, Additions(store)))
-    assert said[0] == (f"--masters: AdamW steps 6 bfloat16 parameters in float32 (store: {store})")
+def test_parameters_in_bfloat16() -> None:
+    found, said = run_with(plain, MASTERS)
+    assert same(found, by_hand(plain, MASTERS))
+    assert said[0] == "--masters: AdamW steps 6 bfloat16 parameters in float32 (store: split)"
 
 
 def test_parameters_in_float16_get_the_store_for_them_and_float32_gradients() -> None:
@@ -360,7 +359,7 @@ def around_another(prepare: Prepare) -> dict[str, Tensor]:
 
 def test_an_optimizer_around_another() -> None:
     """It gets the master weights, and the one inside the guard: it evaluates a closure late."""
-    found, said = run_with(around_another, Additions("split", is_guarding=True))
+    found, said = run_with(around_another, Additions(has_masters=True, is_guarding=True))
     assert same(found, by_hand(around_another, MASTERS))
     assert [text.split(" steps")[0] for text in said[:1]] == ["--masters: SAM"]
     assert said[1] == "--guard: SGD skips steps with inf or NaN gradients"
@@ -393,7 +392,7 @@ def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> N
     found, said = run_with(script, MASTERS)
     assert said == ["--masters: AdamW has no bfloat16 or float16 parameters"]
     assert same(found, script(unmodified))
-    _, said = run_with(script, Additions("split", is_guarding=True))
+    _, said = run_with(script, Additions(has_masters=True, is_guarding=True))
     assert "--guard: AdamW skips steps with inf or NaN gradients" in said
 
 

@@ -173,7 +173,7 @@ def test_a_record_of_another_program_is_not_continued(target, is_same, seen):
 
 
 def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
-    additions = Additions("float32", True, math.inf, "alone")
+    additions = Additions(True, True, math.inf, "alone")
     options = Options(
         policy=preset("fp32"),
         folder=tmp_path,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from tests import device
 
 from halfstep._gradients import scalars
 
@@ -14,3 +15,12 @@ def waiting_device() -> Iterator[None]:
     scalars.READABLE.clear()
     yield
     scalars.READABLE.update(before)
+
+
+@pytest.fixture(params=["host", "device"])
+def host_or_device(request: pytest.FixtureRequest) -> None:
+    """Compare on the host, or, as on an accelerator, on the device."""
+    if request.param == "device":
+        request.getfixturevalue("waiting_device")
+    elif device.DEVICE != "cpu":
+        pytest.skip("an accelerator compares on the device in both cases")

@@ -180,11 +180,9 @@ def assert_same_module(model: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("is_waiting", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_module_is_as_if_the_broken_batch_had_never_come(layer, is_waiting, fused, request):
-    if is_waiting:
-        request.getfixturevalue("waiting_device")
+@pytest.mark.usefixtures("host_or_device")
+def test_the_module_is_as_if_the_broken_batch_had_never_come(layer: str, fused: bool) -> None:
     trained = []
     for data in (one_broken(), without(one_broken())):
         model = net(LAYERS[layer])

@@ -21,14 +21,7 @@ KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
 
 
-@pytest.fixture(params=["host", "device"])
-def _where(request: pytest.FixtureRequest) -> None:
-    """Compare on the host, or, as on an accelerator, on the device."""
-    if request.param == "device":
-        request.getfixturevalue("waiting_device")
-
-
-on_host_and_device = pytest.mark.usefixtures("_where")
+on_host_and_device = pytest.mark.usefixtures("host_or_device")
 
 
 def growing(**kwargs: Any) -> GradScaler:
@@ -430,7 +423,9 @@ def test_random_schedules(seed: int) -> None:
         num_steps += num_taken
         for k in stepping:
             ours[k].zero_grad(set_to_none)
-        torch.testing.assert_close(mine, plain)
+        # Not assert_close, which takes some 40 ops for each: on a simulated device they are slow.
+        values, expected = (torch.cat(each).tolist() for each in (mine, plain))
+        assert values == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert num_steps
     assert num_errors < num_steps
 

@@ -12,15 +12,18 @@ from halfstep._scaler import GradScaler, engine, step
 from halfstep._scaler.ranks import REDUCED
 from halfstep.errors import CallOrderError
 
+NUM_ITERATIONS, EVENT = 36, 17
+"""Long enough for measures that arrive late, and for the scale to grow twice on each side."""
+
 
 def loop(cls: Any, kwargs: Any, event: str, clips: str) -> list[Any]:
-    """Return scale, growth tracker and parameters after some of 50 iterations."""
+    """Return scale, growth tracker and parameters after some iterations."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **kwargs)
     scaler, seen, is_ours = cls(DEVICE, growth_interval=7, init_scale=8.0), [], cls is GradScaler
-    for k in range(50):
-        now = event if k == 23 else ""
+    for k in range(NUM_ITERATIONS):
+        now = event if k == EVENT else ""
         optimizer.zero_grad()
         loss = model(torch.randn(4, 3).to(DEVICE)).square().mean()
         scaler.scale(loss * math.inf if now == "inf loss" else loss).backward()
@@ -38,7 +41,7 @@ def loop(cls: Any, kwargs: Any, event: str, clips: str) -> list[Any]:
             model.bias.grad = torch.full_like(model.bias, math.inf)
         scaler.step(optimizer, **({"max_norm": 1e9} if clips == "step" and is_ours else {}))
         scaler.update()
-        if k % 5 == 0 or k == 49:  # read now and then: reading folds what was counted
+        if k % 5 == 0:  # now and then: reading folds what was counted
             state = scaler.state_dict()
             seen.append((state["scale"], state["_growth_tracker"]))
             seen += [param.detach().clone() for param in model.parameters()]
@@ -70,7 +73,7 @@ def test_usual_steps_are_those_of_the_long_road(
     monkeypatch.setattr(step, "_gather_usual", lambda *_: None)
     by_hand = loop(GradScaler, kwargs, event, clips)
     assert_equal(by_plan, by_hand)
-    assert sum("taken=False" in line for line in by_plan[-50:]) == 1
+    assert sum("taken=False" in line for line in by_plan[-NUM_ITERATIONS:]) == 1
 
 
 @pytest.mark.parametrize("kwargs", KINDS)
@@ -83,7 +86,7 @@ def test_a_loss_of_one_rank_does_not_move_the_scale(
     by_plan = loop(GradScaler, kwargs, "inf loss", "")
     monkeypatch.setattr(step, "_gather_usual", lambda *_: None)
     assert_equal(by_plan, loop(GradScaler, kwargs, "inf loss", ""))
-    assert "Reason.OVERFLOW" in by_plan[-27]
+    assert "Reason.OVERFLOW" in by_plan[EVENT - NUM_ITERATIONS]
 
 
 def adversaries(cls: Any, kwargs: Any, event: str) -> list[Any]:
@@ -93,8 +96,8 @@ def adversaries(cls: Any, kwargs: Any, event: str) -> list[Any]:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, **kwargs) for m in (critic, maker)]
     scaler, seen = cls(DEVICE, growth_interval=7, init_scale=8.0), []
     late = torch.optim.SGD(critic.parameters(), lr=0.01)
-    for k in range(50):
-        now, noise = event if k == 23 else "", torch.randn(4, 3).to(DEVICE)
+    for k in range(NUM_ITERATIONS):
+        now, noise = event if k == EVENT else "", torch.randn(4, 3).to(DEVICE)
         for each in optimizers:
             each.zero_grad(set_to_none=False)
         scaler.scale(critic(noise).square().mean()).backward()
@@ -114,7 +117,7 @@ def adversaries(cls: Any, kwargs: Any, event: str) -> list[Any]:
         if now == "a late optimizer":
             scaler.step(late)
         scaler.update()
-        if k % 5 == 0 or k == 49:
+        if k % 5 == 0:
             seen += [scaler.get_scale(), scaler._get_growth_tracker()]
             seen += [p.detach().clone() for m in (critic, maker) for p in m.parameters()]
     return [*seen, *map(repr, scaler.history() if cls is GradScaler else ())]
@@ -132,7 +135,7 @@ def test_usual_steps_of_two_optimizers(
     monkeypatch.setattr(engine.Engine, "end_usual", lambda e: counted.append(end(e)) or counted[-1])
     by_plan = adversaries(GradScaler, kwargs, event)
     device_moves = "fused" in kwargs and DEVICE != "cpu"  # the gradients of the critic may wait
-    assert counted[23] == (event in ("", "unscale_ of both")) or device_moves
+    assert counted[EVENT] == (event in ("", "unscale_ of both")) or device_moves
     monkeypatch.setattr(step, "_gather_usual", lambda *_: None)
     assert_equal(by_plan, adversaries(GradScaler, kwargs, event))
     assert_equal(by_plan, adversaries(torch.amp.GradScaler, kwargs, event))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, share
 from tests.training import mlp
 from torch import Tensor, nn
 
@@ -118,7 +118,7 @@ def run_of(function: Loop, told: list[tuple[Diagnosis, int]] | None) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", share(LOOPS, one_in=3))
 def test_the_line_and_the_step_are_named_and_nothing_changes(name: str) -> None:
     file, told = LOOPS[name], list[tuple[Diagnosis, int]]()
     verdict, _, op = (
@@ -136,7 +136,7 @@ def test_the_line_and_the_step_are_named_and_nothing_changes(name: str) -> None:
     assert (Path(line.file).name, line.number) in lines_of(file), str(found)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", share(LOOPS, one_in=3))
 def test_nothing_is_told_of_healthy_steps(name: str) -> None:
     told: list[object] = []
     run = Run()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep._tools.line import Line
+from halfstep._tools.watch import schedules
 from halfstep._tools.watch.call_log import CallLog
 from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.growth import Growth
@@ -51,23 +52,39 @@ def perceptron(seed: int = 0) -> nn.Sequential:
     )
 
 
+def rate_is_nan(group: dict[str, object]) -> None:
+    group["lr"] = math.nan
+
+
+def rate_is_a_tensor(group: dict[str, object]) -> None:
+    group["lr"] = torch.tensor(math.inf, device="cpu")
+
+
+def beta_is_nan(group: dict[str, object]) -> None:
+    group["betas"] = (0.9, math.nan)
+
+
+def decay_is_inf(group: dict[str, object]) -> None:
+    group["weight_decay"] = math.inf
+
+
 @pytest.mark.parametrize("has_scaler", [False, True])
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "setting"),
     [
-        ("lr", math.nan),
-        ("lr", torch.tensor(math.inf, device="cpu")),
-        ("betas", (0.9, math.nan)),
-        ("weight_decay", math.inf),
+        ("lr", rate_is_nan),
+        ("lr", rate_is_a_tensor),
+        ("betas", beta_is_nan),
+        ("weight_decay", decay_is_inf),
     ],
 )
-def test_a_setting_that_is_not_finite_is_named_before_the_step(name, value, has_scaler):
+def test_a_setting_that_is_not_finite_is_named_before_the_step(name, setting, has_scaler):
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
 
     def change(i: int) -> None:
         if i == 5:
-            optimizer.param_groups[0][name] = value
+            setting(optimizer.param_groups[0])
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,6 +94,9 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(name, value, has_
     assert steps == [5]
     assert (found.verdict, found.tensor) == ("data", f"{name} of AdamW")
     assert f"param_groups[0]['{name}']" in found.cure.text
+    # The lines of other files are read only if this one has none.
+    line = f"test_optimizer_side.py:{setting.__code__.co_firstlineno + 1}"
+    assert f'{line}: group["{name}"]' in found.cure.text
     assert str(found).startswith(f"data: `{name} of AdamW` was not finite before the step\n")
 
 
@@ -321,3 +341,19 @@ def test_a_square_of_a_gradient_that_overflows_leaves_its_weight_finite() -> Non
     assert found.tensor == "exp_avg_sq of 4.bias in Adam"
     assert all(weight.isfinite().all() for weight in model.parameters())
     assert ", with which it steps 4.bias, was not finite before this step" in found.cure.text
+
+
+def test_a_file_without_a_name_is_not_parsed(tmp_path, monkeypatch) -> None:
+    """A program may have hundreds of files, and parsing them takes seconds."""
+    with_it, without = tmp_path / "with.py", tmp_path / "without.py"
+    with_it.write_text(
+        "for g in groups:\n    g['lr'] = 1\nschedule = optim.LambdaLR (o, f)\nlr = 2\n"
+    )
+    without.write_text("lr = 1\nstep(lr=lr)\n")
+    lines = schedules.lines_with(str(with_it), {"lr", "LambdaLR"})
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        "g['lr'] = 1",
+        "schedule = optim.LambdaLR (o, f)",
+    ]
+    monkeypatch.setattr(schedules, "tree_of", None)
+    assert schedules.lines_with(str(without), {"lr"}) == []

@@ -7,33 +7,18 @@ printed and saved without running anything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache, cached_property
-from itertools import product
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
 from halfstep._autocast import sums, written
-from halfstep._autocast.rule import (
-    DTYPE_NAMES,
-    HALVES,
-    Action,
-    Rule,
-    holds_where,
-    holds_within,
-    is_in_place,
-)
+from halfstep._autocast.rule import Action, Rule, holds_where, holds_within, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
-from halfstep._common.module_names import around
 from halfstep._common.text import did_you_mean, shown
 from halfstep._pytorch import compiler, dispatch
 from halfstep._pytorch.dispatch import overload
-
-DEVICES = ("cpu", "cuda", "xpu", "mps")
-"""Default device types for explaining policies."""
 
 
 @compiler.constant_while_tracing
@@ -149,7 +134,13 @@ class Policy:
     # --- deciding ---------------------------------------------------------------------------------
 
     def rule(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Rule | None:
-        """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
+        """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None.
+
+        Example:
+            >>> policy = Policy.parse("standard; exp[bf16]:leave")
+            >>> print(policy.rule("exp.default", "cpu", torch.bfloat16))
+            exp[bf16]:leave
+        """
         for rule in self._about(op):
             if holds_where(rule, device, dtype) and rule.names(op) and holds_within(rule, module):
                 return rule
@@ -193,29 +184,6 @@ class Policy:
         for position, rule in enumerate(self.rules):
             index.setdefault("*" if rule.is_glob else rule.op, []).append(position)
         return index
-
-    def explain(
-        self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
-    ) -> Explanation:
-        """Return the rule that decides for an op, and the overruled ones; it prints as text.
-
-        Args:
-            op: The name of an op as in a :class:`Rule`.
-            devices: The device types.
-            module: The name of the calling module, as in ``model.named_modules()``.
-
-        Raises:
-            ValueError: There is no such op; the message lists similar names.
-
-        Example:
-            >>> print(Policy.parse("standard; exp[bf16]:leave").explain("torch.exp"))
-            exp.default
-              fp16: fp32: by exp:fp32
-              bf16: leave: by exp[bf16]:leave
-        """
-        asked = Rule(op, "leave")
-        _check_one(asked)
-        return Explanation("\n".join(_explain(self, meant_by([asked]), devices, module)))
 
     # --- being a value ----------------------------------------------------------------------------
 
@@ -419,60 +387,3 @@ def _near(rule_op: str) -> str:
     op = rule_op.partition(".")[0]
     known = dispatch.aten_overloads()
     return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)
-
-
-# --- explanations of a policy ---------------------------------------------------------------------
-
-_HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
-
-_Case: TypeAlias = tuple[str, str]
-"""Conditions under which an op may run: a device type, and ``"fp16"`` or ``"bf16"``."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is the text."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _explain(
-    policy: Policy, ops: Iterable[str], devices: Sequence[str], module: str
-) -> Iterator[str]:
-    """Yield lines about the rules that decide for overloads in a module; those alike share them."""
-    cases = {(device, name): (device, _HALVES[name]) for device, name in product(devices, _HALVES)}
-    islands: dict[_Case, Rule | None] = {}  # where autocast is off, and no other rule applies
-    for case, where in cases.items():
-        of_modules = (policy.island(name, *where) for name in around(module))
-        islands[case] = next(filter(None, of_modules), None)
-    for rule, limits in _by_rule(islands):
-        if rule is not None:
-            yield f"on an island in float32: by {rule}  {limits}".rstrip()
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for op in sorted(ops):
-        rules = {case: policy.rule(op, *where, module) for case, where in cases.items()}
-        lines = []
-        for rule, limits in _by_rule(rules):
-            what = "leave: no rule is about it" if rule is None else f"{rule.action}: by {rule}"
-            lines.append(f"  {limits + ': ' if limits else ''}{what}")
-        for rule in reversed(policy.rules):
-            if rule.names(op) and holds_within(rule, module) and rule not in rules.values():
-                lines.append(f"  overruled: {rule}")
-        alike.setdefault(tuple(lines), []).append(op)
-    for shared, names in alike.items():
-        yield from (", ".join(names), *shared)
-
-
-def _by_rule(decided: Mapping[_Case, Rule | None]) -> Iterator[tuple[Rule | None, str]]:
-    """Yield each rule with the cases in which it decides, described; empty if they are all."""
-    by_rule: dict[Rule | None, list[_Case]] = {}
-    for case, rule in decided.items():
-        by_rule.setdefault(rule, []).append(case)
-    known = list(map(set, zip(*decided, strict=True)))
-    for rule, cases in by_rule.items():
-        seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
-        limits = ("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
-        yield rule, ", ".join(limits)

@@ -29,7 +29,7 @@ _WITHOUT_PYTORCH = ("report", "check", "help")
 _INSTEAD = {
     "tune": "tune is a function: print(halfstep.tune(model, batches, loss_fn).policy)",
     "policy": "a policy is a value: print(halfstep.preset('standard').by_action()), and "
-    "print(halfstep.Policy.parse('standard; exp:leave').explain('exp'))",
+    "print(halfstep.preset('standard').rule('exp.default', 'cuda', torch.float16))",
 }
 """What to do instead of commands that one could expect."""
 

@@ -82,12 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--masters",
-        nargs="?",
-        const="split",
-        choices=("split", "float32"),
-        metavar="STORE",
-        help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
-        "split or float32 (default: split; for float16: float32)",
+        action="store_true",
+        help="step bfloat16 and float16 parameters in float32, so that no update is lost",
     )
     parser.add_argument(
         "--guard",
@@ -148,7 +144,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         return None
     target, *rest = words
     os.environ.pop("HALFSTEP_RUN", None)  # of the run that has started this one
-    is_adding = arguments.masters is not None or arguments.guard is not None
+    is_adding = arguments.masters or arguments.guard is not None
     if is_adding and arguments.amp == "fp16":
         raise CommandError(
             "--amp fp16 skips bad steps by its own scaler, and is for models in float32: leave "
@@ -183,7 +179,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
     additions = Additions(
-        store=arguments.masters,
+        has_masters=arguments.masters,
         is_guarding=arguments.guard is not None,
         max_norm=arguments.guard or None,
         ranks=arguments.guard_ranks,

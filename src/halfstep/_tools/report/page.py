@@ -38,7 +38,7 @@ from halfstep._tools.report.page_layers import (
     layer_table,
 )
 from halfstep._tools.report.summarize import beginnings
-from halfstep._tools.report.summary import GradientTotals, Summary
+from halfstep._tools.report.summary import Summary
 from halfstep._tools.report.text import FOLLOWED, sentences
 from halfstep._tools.trace.rows import short
 
@@ -234,17 +234,7 @@ def tiles(summary: Summary) -> list[Tile]:
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),
-        _window(summary.gradients) if summary.lower == "fp16" else None,
     )
     add("Lost updates", "lost_updates.mean", percent, (recent, percent, "lost_updates.recent"))
     add("Time per step", "facts.seconds_per_step", seconds)
     return found
-
-
-def _window(gradients: GradientTotals | None) -> _Line | None:
-    if gradients is None or gradients.window.is_empty:
-        return None
-    if gradients.window.largest is None:
-        return "none lost at {} or more", power, "gradients.window.smallest"
-    places = ("gradients.window.smallest", "gradients.window.largest")
-    return "none lost at {} to {}", power, *places

@@ -43,12 +43,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Additions:
-    """What every optimizer of a script gets: master weights, unless ``store`` is None; a guard.
+    """What every optimizer of a script gets: master weights, a guard."""
 
-    ``"float32"`` takes the place of ``"split"`` where parameters are float16.
-    """
-
-    store: StoreName | None = None
+    has_masters: bool = False
     is_guarding: bool = False
     max_norm: float | None = None
     # How several ranks decide about a step: each "alone", by its own gradients; "together", as
@@ -122,7 +119,7 @@ class _Adding:
             self._watching.install(patches)
 
     def _meet(self, optimizer: Optimizer) -> None:
-        if self._additions.store is not None:
+        if self._additions.has_masters:
             self._without_masters[optimizer] = None
         if self._additions.is_guarding and not self._has_scaler:
             self._without_guard[optimizer] = None
@@ -187,12 +184,12 @@ class _Adding:
         is_outer = len(members(optimizer)) > 1 or not optim.is_whole(optimizer)
         if is_outer or has_master_weights(optimizer):
             return False
-        num, store = Counter(param.dtype for param in params), self._additions.store or "split"
+        num = Counter(param.dtype for param in params)
+        store: StoreName = "float32" if torch.float16 in num else "split"
+        is_late = store == "float32" and not is_early
         try:
-            if torch.float16 in num:
-                store = "float32" if store == "split" else store
-                if not is_early and has_process_group() and any(reduced_by(params)):
-                    raise ValueError("the forward pass of its DistributedDataParallel is over")
+            if is_late and has_process_group() and any(reduced_by(params)):
+                raise ValueError("the forward pass of its DistributedDataParallel is over")
             master_weights(optimizer, store)
         except (TypeError, ValueError) as error:
             self._say(f"--masters: {name(optimizer)} steps without masters: {error}")

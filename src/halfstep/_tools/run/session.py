@@ -332,7 +332,7 @@ class Session:
         return findings(
             self._record.seen,
             guard="" if is_scaling or options.is_guarding else guard,
-            masters="" if is_scaling or (added and added.store) else masters,
+            masters="" if is_scaling or (added and added.has_masters) else masters,
             num_skipped=self._record.num_skipped,
         )
 

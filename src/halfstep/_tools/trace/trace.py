@@ -6,7 +6,6 @@ separate ops. halfstep's kernels report the rule behind each cast.
 
 from __future__ import annotations
 
-import platform
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import Rule
@@ -35,7 +33,6 @@ from halfstep._tools.trace.ops import (
     written_to,
 )
 from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in, table_of
-from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.events import PolicyOnDevice, active_policies, observe_ops
 
@@ -61,7 +58,7 @@ class trace:
     Sync: none.
 
     Example:
-        >>> import halfstep
+        >>> import torch, halfstep
         >>> model, x = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)), torch.ones(2, 8)
         >>> with trace(model) as t, halfstep.autocast("cpu", torch.bfloat16):
         ...     y = model(x)
@@ -82,7 +79,7 @@ class trace:
                 "where an op belongs"
             )
         self._ops: tuple[Row, ...] = ()
-        self.environment: dict[str, str] = {}  # versions, device and policy, by name
+        self.policies: tuple[str, ...] = ()  # their texts, in the order of first use
         self.notes: tuple[str, ...] = ()  # for the reader, on how it was recorded
         self._is_compiled = any(map(compiler.is_compiled, model.modules()))
         self._model: nn.Module | None = model
@@ -91,7 +88,7 @@ class trace:
 
     def __repr__(self) -> str:
         num_ops = sum(not row.is_cast_only for row in self.ops)
-        policy = f"policy {policy}" if (policy := self.environment.get("policy")) else "no policy"
+        policy = f"policy {self.policies[0]}" if self.policies else "no policy"
         return f"<trace: {things(num_ops, 'op')}, {policy}: table(), ops>"
 
     def __enter__(self) -> Self:
@@ -125,37 +122,19 @@ class trace:
 
     def table(self) -> str:
         """Return the ops by phase and module as text; equal calls share a line."""
-        environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
-        return table_of(self.ops, [*self.notes, environment])
+        return table_of(self.ops, [*self.notes, *(f"policy {text}" for text in self.policies)])
 
     def _read(self) -> None:
         if self._tracer is not None:
             self._ops = self._tracer.rows()
-            policies = list(self._tracer.policies)
-            self.environment = _environment(self._ops, policies)
-            self.notes = tuple(self._notes(policies, self._tracer.modules.have_run))
+            self.policies = tuple(self._tracer.policies)
+            self.notes = tuple(self._notes(self._tracer.modules.have_run))
 
-    def _notes(self, policies: list[str], model_has_run: bool) -> Iterator[str]:
+    def _notes(self, model_has_run: bool) -> Iterator[str]:
         if self._is_compiled:
             yield _EAGER
         if self._ops and not model_has_run:
             yield _NOT_RUN
-        if len(policies) > 1:
-            others = " and ".join(policies[1:])
-            yield f"other policies were used too ({others})"
-
-
-def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
-    devices = dict.fromkeys(row.device for row in ops)
-    names = {"cpu": platform.machine()}
-    if "cuda" in devices:
-        names["cuda"] = torch.cuda.get_device_name()
-    found = {
-        "halfstep": __version__,
-        "torch": torch.__version__,
-        "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
-    }
-    return found | ({"policy": policies[0]} if policies else {})
 
 
 # --- the mode -------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import ast
 import gc
 import linecache
 import math
+import re
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
 from textwrap import dedent
@@ -33,7 +34,7 @@ def schedules_of(optimizer: Optimizer) -> list[LRScheduler]:
     ]
 
 
-def lines_that_set(names: Container[str], files: Iterable[str]) -> list[str]:
+def lines_that_set(names: Collection[str], files: Iterable[str]) -> list[str]:
     """Return the lines of the first file that has some: of ``files``, or else of the program."""
     modules = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
     own = (file for file in modules if file and is_users(file) and not is_of_package(file))
@@ -41,9 +42,13 @@ def lines_that_set(names: Container[str], files: Iterable[str]) -> list[str]:
     return next(found, [])
 
 
-def lines_with(file: str, names: Container[str]) -> list[str]:
+def lines_with(file: str, names: Collection[str]) -> list[str]:
     """Return the lines of a file that call functions of some names, or set items of them."""
     found = set()
+    # Parsing each file of a large program would take seconds; few have a name before "(" or quoted.
+    any_name = "|".join(map(re.escape, names))
+    if not re.search(rf"\b(?:{any_name})(?:['\"]|\s*\()", "".join(linecache.getlines(file))):
+        return []
     for node in ast.walk(tree_of(file).root):
         match node:
             case ast.Call(func=ast.Name(name) | ast.Attribute(attr=name), lineno=number):
