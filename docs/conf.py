@@ -15,6 +15,7 @@ from sphinx.util import logging
 
 import halfstep
 import halfstep.errors
+import halfstep.sinks
 from halfstep._tools.doctor import finding
 from halfstep._tools.doctor.finding import CATALOG
 
@@ -159,11 +160,12 @@ def check_public(app: Sphinx, env: BuildEnvironment) -> None:
     documented = {name for name, *_ in env.get_domain("py").get_objects()}
     public = {f"halfstep.{name}" for name in halfstep.__all__}
     public -= {"halfstep.__version__", "halfstep.CallOrderError"}  # that is in halfstep.errors
-    public |= {
-        f"halfstep.errors.{name}"
-        for name, value in getmembers(halfstep.errors, isclass)
-        if value.__module__ == "halfstep.errors"
-    }
+    for module in (halfstep.errors, halfstep.sinks):
+        public |= {
+            f"{module.__name__}.{name}"
+            for name, value in getmembers(module, isclass)
+            if value.__module__ == module.__name__
+        }
     for name in sorted(public - documented):
         logging.getLogger(__name__).warning("no page of docs/api has %s", name)
 

@@ -113,6 +113,7 @@ def test_a_fault_is_a_warning(tmp_path: Path) -> None:
     assert "target not found: 'nowhere'" in warnings
     assert "target not found: halfstep.nowhere" in warnings
     assert "no page of docs/api has halfstep.GradScaler" in warnings
+    assert "no page of docs/api has halfstep.sinks.Sink" in warnings
     assert "has halfstep.errors" not in warnings
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from torch.amp import is_autocast_available as is_autocast_available
 
     from halfstep import errors as errors
+    from halfstep import sinks as sinks
     from halfstep._autocast import Policy as Policy
     from halfstep._autocast import Rule as Rule
     from halfstep._autocast import autocast as autocast
@@ -79,8 +80,8 @@ if not TYPE_CHECKING:  # which see the names above
         Importing PyTorch takes seconds, and reading a record does not need it. Nor does training
         with autocast need doctor and tune.
         """
-        if name == "errors":
-            return import_module("halfstep.errors")
+        if name in ("errors", "sinks"):
+            return import_module(f"halfstep.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -993,6 +993,22 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
     assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("kind", ["a parameter", "after accumulation", "a module", "none"])
+def test_hooks_that_see_the_scale_are_noted(kind: str, tmp_path: Path) -> None:
+    model, scaler = net_and_scaler()
+    match kind:
+        case "a parameter":
+            next(model.parameters()).register_hook(lambda g: g.clamp(-1, 1))
+        case "after accumulation":
+            next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+        case "a module":
+            [*model.children()][-1].register_full_backward_hook(lambda m, g, o: None)
+    with halfstep.record(tmp_path, every=1):
+        train(model, dtype=torch.float16, scaler=scaler)
+    noted = [n.text for n in read_run(tmp_path).notes if "are multiplied by the scale" in n.text]
+    assert len(noted) == (kind != "none")
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import (
+    HOOKS_AND_SCALE,
     OWN_PRECISION,
     PAST_THE_SCALER,
     TORCH_SCALER,
@@ -456,7 +457,7 @@ RUNS = {
     # Nothing is fine in a run with a note on its gradients.
     **{
         f"a note of gradients: {noted}": run(records.note(2, f"rank 1: {noted}: fc"))
-        for noted in (PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP)
+        for noted in (HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP)
     },
 }
 

@@ -259,5 +259,17 @@ def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
     return [cls for cls in found if cls is not None and not _is_ours(cls.__module__)]
 
 
+def hooks_of(owner: torch.Tensor | torch.nn.Module) -> list[Any]:
+    """Return the user's hooks on the gradients of a parameter, or on those at a module."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    found = (hook for name in names for hook in (getattr(owner, name, None) or {}).values())
+    return [hook for hook in found if not _is_ours(_module_of(hook))]
+
+
+def _module_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)  # of a partial
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
 def _is_ours(module: str) -> bool:
     return module.startswith(("torch.", "halfstep."))

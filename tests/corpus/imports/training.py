@@ -2,7 +2,7 @@
 import torch
 import halfstep
 
-halfstep.errors
+halfstep.errors, halfstep.sinks
 for dtype in (torch.float16, torch.bfloat16):
     model = torch.nn.Linear(4, 1, dtype=None if dtype == torch.float16 else dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

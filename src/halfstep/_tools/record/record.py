@@ -25,10 +25,11 @@ from halfstep._pytorch.listeners import (
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.files import SCHEMA, LateWriter, LineWriter, file_of
 from halfstep._tools.record.models import Models
-from halfstep._tools.record.recorder import Recorder, Sink
+from halfstep._tools.record.recorder import Recorder
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.events import observe
+from halfstep.sinks import Sink
 
 
 class record:
@@ -49,12 +50,7 @@ class record:
         every: Number of steps from one sample of the tensors to the next; 0 for no samples. Steps
             1, 2, 4, 8 and so on before the first of these are sampled too. If several optimizers
             take turns without a scaler, one step of each.
-        sinks: Objects with ``log(step, scalars)``, called some steps later, so it must be fast. The
-            scalars are ``loss``, ``scale``, ``norm`` and ``skipped`` (1.0 or 0.0), if known; a
-            sampled step also has ``share_lost_updates`` (over all weights), ``headroom`` (bits, the
-            minimum over all tensors), ``underflow`` (fraction of entries, the maximum over all
-            parameter gradients) and ``non_finite`` (number of tensors with NaN or inf). A sink that
-            raises is removed, with a warning.
+        sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
 
     Raises:
         TypeError: ``model`` is not a module.

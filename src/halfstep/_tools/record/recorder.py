@@ -7,12 +7,12 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from itertools import count, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -37,6 +37,7 @@ from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scala
 from halfstep._tools.record.run import (
     CUSTOM,
     HIDDEN,
+    HOOKS_AND_SCALE,
     PAST_THE_SCALER,
     TORCH_SCALER,
     Seen,
@@ -44,6 +45,7 @@ from halfstep._tools.record.run import (
 from halfstep._tools.record.sample import (
     MOST_ROWS,
     OTHERS,
+    OUTERMOST,
     Sampler,
     UpdateCounter,
     bounded,
@@ -53,14 +55,7 @@ from halfstep._tools.rounds import Rounds
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
-
-
-class Sink(Protocol):
-    """A receiver of scalars, in the training process."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Receive the scalars of a step, by name."""
-
+from halfstep.sinks import Sink
 
 BEGAN_ELSEWHERE = (Reason.LOSS, Reason.AFTER_UNSCALE)
 """Reasons of skips that began neither in a module's backward pass nor by the scale."""
@@ -506,6 +501,22 @@ class Recorder:
         is_diagnosing = any(each.is_diagnosing for each in observers())
         event = {"event": "device", "step": 1, "device": device, "machine": machine}
         self._write(event | {"is_diagnosing": is_diagnosing})
+        self._note_hooks()
+
+    def _note_hooks(self) -> None:
+        """Say which hooks on gradients see them multiplied by the scale of the losses."""
+        if self._loss_scaler is None or not self._loss_scaler.is_enabled():
+            return
+        owners = [*self._models.parameters()]
+        owners += [each for model in self._models for each in model.named_modules()]
+        hooked = [name or OUTERMOST for name, owner in owners if autograd.hooks_of(owner)]
+        if hooked:
+            more = ", ..." if len(hooked) > MOST_NAMED else ""
+            self.say(
+                f"{HOOKS_AND_SCALE}: hooks of {', '.join(hooked[:MOST_NAMED])}{more}. One that "
+                "clamps, adds, compares or stores has to divide by scaler.get_scale() before and "
+                "multiply after; `halfstep run --amp fp16` does so in a script without a scaler"
+            )
 
     def _write_culprits(self, outcome: Outcome) -> None:
         if outcome.taken or outcome.reason is Reason.LEFT_OUT:

@@ -27,6 +27,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 RANKS_DISAGREE = "ranks disagree"
 NOT_WRITTEN = "could not be written"
 PAST_THE_SCALER = "steps were taken past the scaler"
+HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
 TORCH_SCALER = "torch.amp.GradScaler scales the losses"
 CLIPPED_EARLY = "clipped before they are unscaled"
 OWN_PRECISION = "the script has its own"  # autocast or GradScaler, which --amp leaves as it is

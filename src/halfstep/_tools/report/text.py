@@ -13,6 +13,7 @@ from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_l
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import (
     CLIPPED_EARLY,
+    HOOKS_AND_SCALE,
     NOT_WRITTEN,
     PAST_THE_SCALER,
     RANKS_DISAGREE,
@@ -117,6 +118,7 @@ def _badness(sentence: Sentence) -> int:
 _SEVERITIES: dict[str, Severity] = {
     RANKS_DISAGREE: "bad",
     PAST_THE_SCALER: "bad",
+    HOOKS_AND_SCALE: "warning",
     TORCH_SCALER: "warning",
     CLIPPED_EARLY: "warning",
     WRONG_STEP: "warning",
