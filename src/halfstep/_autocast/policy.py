@@ -136,6 +136,9 @@ class Policy:
     def rule(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None.
 
+        Raises:
+            ValueError: No rule decides, and ``op`` is no overload, or does not exist.
+
         Example:
             >>> policy = Policy.parse("standard; exp[bf16]:leave")
             >>> print(policy.rule("exp.default", "cpu", torch.bfloat16))
@@ -144,6 +147,9 @@ class Policy:
         for rule in self._about(op):
             if holds_where(rule, device, dtype) and rule.names(op) and holds_within(rule, module):
                 return rule
+        if op not in (overloads := _meant_by(op)):
+            cure = f"; name an overload: {', '.join(sorted(overloads))}" if overloads else _near(op)
+            raise ValueError(f"there is no overload {op!r}{cure}")
         return None
 
     def island(self, module: str, device: str, dtype: torch.dtype) -> Rule | None:
