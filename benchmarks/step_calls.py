@@ -1,13 +1,15 @@
 """What a step costs the host beside torch.amp's: Python calls and dispatched ops.
 
 No clock: the figures are the same in every run. torch.amp's scaler runs in a process of its own
-(``baseline.py``). With ``--time`` a table of times follows, of rounds in turn on one thread. One
-iteration is ``scale``, ``step``, ``update`` of 12 parameters of 64 x 64; with clipping,
-``step(max_norm=)`` beside ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``, or these in both.
+(``baseline.py``). One iteration is ``scale``, ``step``, ``update`` of 12 parameters of 64 x 64;
+with clipping, ``step(max_norm=)`` beside ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``, or
+these in both. With ``--time`` a table of times follows, of rounds in turn on one thread; on a CPU a
+round counts the fastest of 50 iterations, which other programs disturb least. ``--idle`` times
+optimizers that do nothing, and so the scaler alone.
 ``--buffers`` prints instead what it costs that a skipped step restores the buffers of its module:
 ops, bytes, and the time of a step of a small CNN to that of one that no scaler watches.
 
-    python benchmarks/step_calls.py [--time [--device cuda] | --buffers]
+    python benchmarks/step_calls.py [--time [--idle] [--device cuda] | --buffers]
 """
 
 from __future__ import annotations
@@ -35,6 +37,19 @@ WARM_UP = 20
 
 
 NUM_ROUNDS, NUM_ITERATIONS = 60, 50
+
+
+class Idle(torch.optim.SGD):
+    """An optimizer that does nothing."""
+
+    def step(self, closure: Any = None) -> None:
+        """Leave all as it is."""
+
+
+class IdleFused(Idle):
+    """One that would handle the scale."""
+
+    _step_supports_amp_scaling = True
 
 
 class _Ops(TorchDispatchMode):
@@ -74,12 +89,15 @@ def _iteration(
     clips: bool = False,
     by_torch: bool = False,
     is_gan: bool = False,
+    is_idle: bool = False,
 ) -> Callable[[], None]:
     params = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
-    optimizer = torch.optim.AdamW(params, fused=fused, foreach=None if fused else True)
+    adamw = partial(torch.optim.AdamW, fused=fused, foreach=None if fused else True)
+    make_optimizer = (IdleFused if fused else Idle) if is_idle else adamw
+    optimizer = make_optimizer(params)
     if is_gan:
         others = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
-        other = torch.optim.AdamW(others, foreach=True)
+        other = make_optimizer(others)
         for param in others:
             param.grad = torch.randn_like(param)
     scaler = make_scaler(device, init_scale=1024.0, growth_interval=10**6)
@@ -126,18 +144,24 @@ def counted(library: Any) -> dict[str, Callable[[], tuple[int, int]]]:
     }
 
 
-def timed(library: Any, device: str) -> dict[str, Callable[[], float]]:
-    """Return what returns the seconds of some iterations, by their kind."""
+def timed(library: Any, device: str, is_idle: bool) -> dict[str, Callable[[], float]]:
+    """Return what returns the seconds of an iteration, by its kind."""
 
     def iterations(iterate: Callable[[], None]) -> None:
         for _ in range(NUM_ITERATIONS):
             iterate()
 
-    runs = {}
-    for kind, options in KINDS.items():
-        iterate = _iteration(library.GradScaler, device, **options)
-        runs[f"{library.__name__}, {kind}"] = partial(seconds, partial(iterations, iterate), device)
-    return runs
+    def fastest(iterate: Callable[[], None]) -> float:
+        if device == "cpu":
+            return min(seconds(iterate, device) for _ in range(NUM_ITERATIONS))
+        return seconds(partial(iterations, iterate), device) / NUM_ITERATIONS
+
+    return {
+        f"{library.__name__}, {kind}": partial(
+            fastest, _iteration(library.GradScaler, device, is_idle=is_idle, **options)
+        )
+        for kind, options in KINDS.items()
+    }
 
 
 # --- buffers --------------------------------------------------------------------------------------
@@ -249,6 +273,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--time", action="store_true", help="a table of times, too")
+    parser.add_argument("--idle", action="store_true", help="of optimizers that do nothing")
     parser.add_argument("--buffers", action="store_true", help="what restored buffers cost instead")
     parser.add_argument("--device", default="cpu", help="of the times")
     args = parser.parse_args()
@@ -265,12 +290,12 @@ def main() -> None:
     if not args.time:
         return
     torch.set_num_threads(1)
-    times = measure(timed, args.device, rounds=NUM_ROUNDS, warm_up=2)
+    times = measure(timed, args.device, args.idle, rounds=NUM_ROUNDS, warm_up=2)
     print(f"\n{'':34}{'ms':>8}   {'to torch.amp':^20}   {'torch.amp, again':^20}")
     for kind in KINDS:
         ours, theirs = (times[f"{library}, {kind}"] for library in LIBRARIES)
         again = ratio(times[f"torch.amp, {kind}{AGAIN}"], theirs)
-        milliseconds = 1e3 * statistics.median(ours) / NUM_ITERATIONS
+        milliseconds = 1e3 * statistics.median(ours)
         print(f"{kind:34}{milliseconds:8.3f}   {ratio(ours, theirs)}   {again}")
 
 

@@ -228,7 +228,8 @@ def test_groups_that_are_fused_no_more_have_their_gradients_divided() -> None:
     for num in (1, 2):  # by the long road, and by a new plan
         made.scaler.scale(torch.stack(made.params).sum()).backward()
         made.scaler.step(made.optimizer)
-        assert bool(made.scaler._engine.usual) == (num == 2)
+        # On a device, updates of the fused steps are still under way.
+        assert bool(made.scaler._engine.usual) == (num == 2 and DEVICE == "cpu")
         made.scaler.update()
         made.optimizer.zero_grad()
         torch.testing.assert_close(made.params[0], before - 0.1 * num)

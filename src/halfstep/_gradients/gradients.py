@@ -56,10 +56,7 @@ Flags: TypeAlias = dict[torch.device, Tensor]
 """Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
-_kind_of: Callable[[Tensor], tuple[torch.device, torch.dtype, torch.layout]] = attrgetter(
-    "device", "dtype", "layout"
-)
-_DENSE = {Tensor}
+_kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("device", "dtype", "layout")
 _DENSE_OR_NONE = {Tensor, type(None)}
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 
@@ -247,7 +244,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     params = list(params)
     grads = list(map(grad_of, params))
     types = set(map(type, grads))
-    if types != _DENSE:
+    if type(None) in types:
         params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
         grads = list(map(grad_of, params))
     kinds, is_plain = set(map(_kind_of, grads)), types <= _DENSE_OR_NONE

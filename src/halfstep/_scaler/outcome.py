@@ -341,8 +341,8 @@ class Outcome:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an Outcome belongs to its optimizer and cannot be pickled or copied: pass on what you "
-            "read from it, or its entry in scaler.history(), which has plain values"
+            "an Outcome cannot be pickled or copied: pass on what you read from it, or its entry "
+            "in scaler.history(), which has plain values"
         )
 
     def __repr__(self) -> str:
