@@ -50,14 +50,7 @@ from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.several_steps import FAR
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial, Maker
-from halfstep._tools.diagnose.user_calls import (
-    FEW,
-    Edits,
-    UserCall,
-    UserCalls,
-    call_of,
-    name_of_variable,
-)
+from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of, variable_of
 from halfstep._tools.replay.blame import OUTSIDE, Blame
 from halfstep._tools.replay.replay import OutOfTime
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
@@ -359,10 +352,10 @@ def _of_covariance(trial: CureTrial, call: UserCall) -> Cure | None:
     if not is_of_covariance(call.function):
         return None
     known = dict.fromkeys(chain.from_iterable(map(parameters, trial.all_optimizers())))
-    below = [each for each in known if each.numel() <= FEW and bool((each < 0).any())]
+    below = [each for each in known if each.dim() < 2 and bool((each < 0).any())]
     for chosen in [*([each] for each in below[:MOST_MAKERS]), below] if below else []:
         if trial.blame(_above_zero(chosen)) is None:
-            names = {name_of_variable(each): float(each.detach().min()) for each in chosen}
+            names = {variable_of(each): float(each.detach().min()) for each in chosen}
             lows = listed([f"{name} was {low:.4g}" for name, low in names.items()])
             remark = f"{lows}; with its size in place of it the step is finite"
             text = OF_COVARIANCE.format(names=listed([*names]), first=next(iter(names)))

@@ -233,15 +233,14 @@ def numbers_of(optimizer: Optimizer) -> Numbers:
 
     Of one that is not PyTorch's also the weights and the state, if they are not large.
     """
+    states = _states(optimizer)
     own = [getattr(member, "__dict__", {}) for member in members(optimizer)]
-    states, is_kept = _states(optimizer), _is_number
-    if not _is_of_torch(optimizer):  # its step may read state that it overwrites
-        found = [*parameters(optimizer), *tensors_in(states)]
-        if sum(map(bytes_of, found)) <= LARGEST_COPY:
-            own.append({weight: weight for weight in parameters(optimizer)})
-            is_kept = _is_number_or_tensor
+    found = [*parameters(optimizer), *tensors_in(states)]
+    # Its step may read state that it overwrites.
+    is_whole = not _is_of_torch(optimizer) and sum(map(bytes_of, found)) <= LARGEST_COPY
+    own += [{weight: weight for weight in parameters(optimizer)}] * is_whole
     return [
-        (each, {key: _copied(value) for key, value in each.items() if is_kept(value)})
+        (each, {key: _copied(value) for key, value in each.items() if _is_kept(value, is_whole)})
         for each in (*states, *own)
     ]
 
@@ -250,13 +249,10 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.")
 
 
-def _is_number_or_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    is_tensor = isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu"
-    return is_tensor or type(value) in (int, float)
+def _is_kept(value: Any, is_whole: bool) -> bool:
+    if isinstance(value, Tensor):
+        return is_whole or (value.ndim == 0 and value.device.type == "cpu")
+    return type(value) in (int, float)
 
 
 def _copied(value: Any) -> Any:

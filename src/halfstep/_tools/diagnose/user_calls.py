@@ -213,7 +213,7 @@ class UserCalls(TorchFunctionMode):
         is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:
-                self.clamped_parameter = name_of_variable(parameter)
+                self.clamped_parameter = variable_of(parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:
@@ -254,9 +254,10 @@ def _parameter_in(value: Tensor) -> Tensor | None:
     return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
 
 
-def name_of_variable(parameter: Tensor) -> str:
+def variable_of(parameter: Tensor) -> str:
     """Return the name of the variable or attribute that is or holds a parameter, else "it"."""
-    name = re.sub(r"\[.*", "", (called_by_user(parameter) or "it").partition(" in ")[0])
+    name = (called_by_user(parameter) or "it").partition(" in ")[0]
+    name = re.sub(r"\[[^]'\"]*\]", "", name)  # in ``sigmas[i]``, but not in ``sigmas["depth"]``
     return str(re.findall(r"[^\W\d]\w*", name)[-1])
 
 
