@@ -1,8 +1,11 @@
 """What a record holds, and that recording changes nothing."""
 
+import io
 import math
 import os
 import signal
+import threading
+import time
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -525,6 +528,26 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
     assert len(warned) == 1
     seen = record._recorder.seen
     assert (seen.num_written, seen.problem) == (1, "No space left on device")
+
+
+def test_threads_write_one_line_after_another(tmp_path: Path) -> None:
+    with halfstep.record(tmp_path) as record, SlowFile(tmp_path / "rank0.jsonl", "ab") as slow:
+        record._recorder._writer._file.close()
+        record._recorder._writer._file = slow
+        say = record._recorder.say
+        threads = [threading.Thread(target=say, args=(f"note {i}",)) for i in range(4)]
+        list(map(threading.Thread.start, threads))
+        for thread in threads:
+            thread.join()
+    notes = {note.text for note in read_run(tmp_path).notes}
+    assert notes == {f"note {i}" for i in range(4)}
+    assert "" not in (tmp_path / "rank0.jsonl").read_text().splitlines()
+
+
+class SlowFile(io.FileIO):
+    def write(self, line):
+        time.sleep(0.02)
+        return super().write(line)
 
 
 def test_a_scaler_of_pytorch_is_not_recorded_in_silence(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections import Counter
@@ -130,6 +131,7 @@ class Recorder:
         self.seen = Seen()
         self._last_written = 0
         self._writer, self._every, self._sinks = writer, every, list(sinks)
+        self._lock = threading.RLock()  # several threads of a script may train
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
         self._products: Counter[str] = Counter()  # of the sampled step
@@ -554,7 +556,8 @@ class Recorder:
     def _write(self, event: Event) -> bool:
         """Write an event; return whether that was possible."""
         try:
-            self._writer.write(event)
+            with self._lock:
+                self._writer.write(event)
         except (OSError, ValueError) as error:
             # A full disk must not end a run; ValueError is raised by a closed file.
             if self.seen.problem is None:
