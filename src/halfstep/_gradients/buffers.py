@@ -265,7 +265,10 @@ def _is_worse(groups: _Groups) -> Tensor | None:
 
 def _levels(tensors: list[Tensor]) -> Tensor:
     """Return 0 for each finite tensor, 1 for one with inf, 2 (``NAN``) for one with NaN."""
-    norms = torch.stack(norms_of_each(tensors, math.inf))
+    found = norms_of_each(tensors, math.inf)
+    is_narrow = found[0].element_size() == 2
+    # An autocast to bfloat16 does not let float16 be joined.
+    norms = torch.stack([norm.float() for norm in found] if is_narrow else found)
     return norms.isfinite().logical_not().int() + norms.isnan().int()
 
 

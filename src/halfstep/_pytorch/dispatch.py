@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, reduce
-from operator import attrgetter, or_
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,13 +46,6 @@ def autocast_key(device_type: str) -> torch._C.DispatchKey:
 def autocast_keys(device_type: str) -> torch._C.DispatchKeySet:
     """Return the set that contains only :func:`autocast_key`."""
     return torch._C.DispatchKeySet(autocast_key(device_type))
-
-
-@cache
-def all_autocast_keys() -> torch._C.DispatchKeySet:
-    """Return the set of the keys of autocast for all types of devices."""
-    keys = (Keys(key) for name, key in Key.__members__.items() if name.startswith("Autocast"))
-    return reduce(or_, keys)
 
 
 def is_below_autograd(device_type: str) -> bool:

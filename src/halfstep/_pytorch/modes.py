@@ -17,7 +17,7 @@ import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from halfstep._pytorch.amp import Switches, autocast_switches, has_function_mode
-from halfstep._pytorch.dispatch import all_autocast_keys, autocast_key, exclude_keys
+from halfstep._pytorch.dispatch import autocast_key
 
 # (with no_torch_function(): ...) runs a block as if no tensor had its own __torch_function__.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -141,21 +141,14 @@ _NOTHING = nullcontext()
 
 
 def unseen_by_modes() -> AbstractContextManager[object]:
-    """Return a context whose ops are hidden from all of the user's modes, and from autocast.
-
-    An autocast to bfloat16 on a CPU raises an error for a ``torch.stack`` of float16.
-    """
+    """Return a context whose ops are hidden from all of the user's modes."""
     has_functions, has_ops = has_function_mode(), num_dispatch_modes() > 0
-    is_cast = torch._C._is_any_autocast_enabled()
-    if not has_ops and not is_cast:
+    if not has_ops:
         return torch._C.DisableTorchFunction() if has_functions else _NOTHING
     stack = ExitStack()
     if has_functions:
         stack.enter_context(torch._C.DisableTorchFunction())
-    if has_ops:
-        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
-    if is_cast:
-        stack.enter_context(exclude_keys(all_autocast_keys()))
+    stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
     return stack
 
 

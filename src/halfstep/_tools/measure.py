@@ -55,7 +55,15 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
         return None
     if values.element_size() == 1:  # PyTorch cannot compare float8
         values = values.float()
-    low, high = torch.stack(torch.aminmax(values)).tolist()
+    return ends_of(values)
+
+
+def ends_of(values: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest of some values, NaN if there is one. Sync: one."""
+    low, high = torch.aminmax(values)
+    if values.element_size() == 2:  # an autocast to bfloat16 does not let float16 be joined
+        low, high = low.float(), high.float()
+    low, high = torch.stack([low, high]).tolist()
     return low, high
 
 
@@ -127,7 +135,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         return None
     sample, amax = looked_at(values, LARGE.get(values.device.type, LARGE_ELSEWHERE)), None
     if sample is not values:
-        low, high = torch.stack(torch.aminmax(values)).tolist()
+        low, high = ends_of(values)
         amax = max(-low, high)
         if not amax < float("inf"):  # each NaN and inf is counted
             sample, amax = values, None

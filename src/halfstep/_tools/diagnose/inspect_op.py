@@ -25,7 +25,7 @@ from halfstep._tools.diagnose.user_calls import (
     named_entries,
     named_rows,
 )
-from halfstep._tools.measure import float_values
+from halfstep._tools.measure import ends_of, float_values
 from halfstep._tools.replay.blame import (
     OUTSIDE,
     Blame,
@@ -243,9 +243,7 @@ def operand(tensor: Tensor, name: str) -> Operand:
     finite = values[values.isfinite()]
     counted = (values.isnan(), values.isinf(), values == 0, values == -math.inf)
     counts = torch.stack([each.sum() for each in counted]).tolist()
-    low, high = None, None
-    if finite.numel():
-        low, high = torch.stack(torch.aminmax(finite)).tolist()
+    low, high = ends_of(finite) if finite.numel() else (None, None)
     return Operand(name, dtype, shape, low, high, *counts)
 
 
