@@ -100,8 +100,8 @@ class Earlier:
             of_set = [each for each in places if each in names]
             for each in (*of_set, tensor):  # a data set before its batch
                 own = self._of_write(each, names.get(each, ""))
-                is_first = own is not None and own.verdict in ("maths", "range")
-                if own is not None and (is_first or self._is_told(own.tensor)):
+                is_made = own is not None and own.verdict in ("maths", "range")
+                if own is not None and (is_made or self._is_told(own.tensor)):
                     return own
             if own is not None and place is not None:
                 written = [_of_bad_write(place, own)]
