@@ -36,6 +36,12 @@ WRITES_ONLY = {"copy_", "fill_", "zero_"}
 WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero"}
 
 
+@pytest.fixture(autouse=True)
+def fast_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with AVX512; a check reads and writes."""
+    monkeypatch.setattr(norms, "has_fast_norms", lambda: True)
+
+
 class Ops(TorchDispatchMode):
     """Adds up the bytes of gradients that ops read and write, and lists the ops that wait."""
 
@@ -176,9 +182,17 @@ def test_passes_of_torch(fused: bool, step: Callable[[Setup], None], passes: int
 
 
 @pytest.mark.parametrize(
-    "entries", [[torch.ones(64)] * 300, [torch.ones(1 << 20, dtype=torch.float16)]]
+    ("entries", "has_fast_norms"),
+    [
+        ([torch.ones(64)] * 300, True),
+        ([torch.ones(1 << 20, dtype=torch.float16)], True),
+        ([torch.ones(1 << 18)], False),
+    ],
 )
-def test_gradients_that_are_slow_to_measure_are_checked_in_place(entries):
+def test_gradients_that_are_slow_to_measure_are_checked_in_place(
+    entries, has_fast_norms, monkeypatch
+):
+    monkeypatch.setattr(norms, "has_fast_norms", lambda: has_fast_norms)
     params = [torch.nn.Parameter(each.clone()) for each in entries]
     made = Setup(GradScaler(DEVICE, SCALE), torch.optim.SGD(params, lr=1e-3, fused=True), params)
     for _ in range(WARM_UP):
