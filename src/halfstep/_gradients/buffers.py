@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from halfstep._gradients.scalars import READABLE, Scalar, any_of, as_tensor
+from halfstep._gradients.scalars import READABLE, Scalar, any_of, as_tensor, joined
 from halfstep._pytorch import modes
 from halfstep._pytorch.amp import copy_to_each_, norms_of_each
 from halfstep._pytorch.devices import to_device
@@ -265,10 +265,7 @@ def _is_worse(groups: _Groups) -> Tensor | None:
 
 def _levels(tensors: list[Tensor]) -> Tensor:
     """Return 0 for each finite tensor, 1 for one with inf, 2 (``NAN``) for one with NaN."""
-    found = norms_of_each(tensors, math.inf)
-    is_narrow = found[0].element_size() == 2
-    # An autocast to bfloat16 does not let float16 be joined.
-    norms = torch.stack([norm.float() for norm in found] if is_narrow else found)
+    norms = joined(norms_of_each(tensors, math.inf))
     return norms.isfinite().logical_not().int() + norms.isnan().int()
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import numbers
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ctypes import c_float
 from typing import TypeAlias
 
@@ -143,6 +143,15 @@ def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a float32 scalar on ``device``: 1 if any of ``found`` (each 1 or 0) is 1, else 0."""
     flags = [to_device(flag, device) for flag in found]
     return torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """Return scalars of one dtype as a vector, in float32 if they have 16 bits.
+
+    The user's autocast to bfloat16 lets no float16 be joined.
+    """
+    is_narrow = values[0].element_size() == 2
+    return torch.stack([value.float() for value in values] if is_narrow else [*values])
 
 
 def combine(found: Iterable[Tensor], device: torch.device) -> Scalar:

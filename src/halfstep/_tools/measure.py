@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from halfstep._common.formats import FORMATS
+from halfstep._gradients.scalars import joined
 from halfstep._master_weights.lost_updates import looked_at
 from halfstep._pytorch import distributed, modes, storages
 from halfstep._tools.statistics import Statistics, binned
@@ -60,10 +61,7 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
 
 def ends_of(values: Tensor) -> tuple[float, float]:
     """Return the smallest and the largest of some values, NaN if there is one. Sync: one."""
-    low, high = torch.aminmax(values)
-    if values.element_size() == 2:  # an autocast to bfloat16 does not let float16 be joined
-        low, high = low.float(), high.float()
-    low, high = torch.stack([low, high]).tolist()
+    low, high = joined(torch.aminmax(values)).tolist()
     return low, high
 
 

@@ -303,9 +303,10 @@ def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
         times = number(steps.norm / steps.norm_before)
         found.append(f"the gradient of the first step with it is {times} times the last one")
     if steps.losses and not usual.is_like(steps.losses[0] * steps.factor):
-        before = "" if usual.loss is None else number(usual.loss / steps.factor)
-        before = before and f"; those before it were about {before}"
-        found.append(f"the loss of this batch is {number(steps.losses[0])} with it{before}")
+        text = f"the loss of this batch is {number(steps.losses[0])} with it"
+        if usual.loss is not None:
+            text += f"; those before it were about {number(usual.loss / steps.factor)}"
+        found.append(text)
     return found
 
 

@@ -42,8 +42,9 @@ LARGEST_EXPONENT = 1023
 
 
 def options_in(words: Sequence[str]) -> list[str]:
-    """Return the options of a ``halfstep run``, each of which is one word."""
-    return list(takewhile(lambda word: word.startswith("-"), words[words.index("run") + 1 :]))
+    """Return the options of a ``halfstep run``, each of which is one word; none without words."""
+    begin = words.index("run") + 1 if words else 0
+    return list(takewhile(lambda word: word.startswith("-"), words[begin:]))
 
 
 def with_options(words: Sequence[str], *options: str) -> str:

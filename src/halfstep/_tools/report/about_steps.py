@@ -554,7 +554,7 @@ def again(facts: Facts, option: str) -> Code:
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    given = {word.partition("=")[0] for word in options_in(facts.header.run_as or ("run",))}
+    given = {word.partition("=")[0] for word in options_in(facts.header.run_as)}
     return bool(facts.header.run_as) and option not in given and not has_amp(facts, "fp16")
 
 
@@ -569,8 +569,7 @@ def _has_own(summary: Summary, what: str = "") -> bool:
 
 def has_amp(facts: Facts, to: str = "") -> bool:
     """Return whether ``halfstep run`` was to lower the script, to a precision or to any."""
-    given = options_in(facts.header.run_as or ("run",))
-    return any(word.startswith(f"--amp={to}") for word in given)
+    return any(word.startswith(f"--amp={to}") for word in options_in(facts.header.run_as))
 
 
 def in_bf16(summary: Summary) -> tuple[str | Code, ...]:
