@@ -139,12 +139,17 @@ class Gradients:
         found_inf = self.multiply_(reciprocal(scale))
         return self.check() if can_amplify else found_inf  # non-finite values stay non-finite
 
-    def check(self, flags: Flags | None = None) -> Flags:
+    def check(self, flags: Flags | None = None, one: Tensor | None = None) -> Flags:
         """Check for inf and NaN with the multiplying kernel and a factor of exactly 1."""
-        return self.multiply_(1.0, flags=flags)
+        return self.multiply_(1.0, flags=flags, on_device=one)
 
     def multiply_(
-        self, factor: Scalar, *, was_just_read: bool = False, flags: Flags | None = None
+        self,
+        factor: Scalar,
+        *,
+        was_just_read: bool = False,
+        flags: Flags | None = None,
+        on_device: Tensor | None = None,
     ) -> Flags:
         """Multiply all by a float32 number in place. One read and write.
 
@@ -153,11 +158,12 @@ class Gradients:
         exactly 1.
 
         ``was_just_read``: whether another pass has just read them. The last ones are then still in
-        the cache, so the order is reversed. Returns what was inf or NaN before, in ``flags`` of 0
-        if given.
+        the cache, so the order is reversed. ``on_device``: the factor, if there is a tensor of it.
+        Returns what was inf or NaN before, in ``flags`` of 0 if given.
         """
         found_inf: Flags = {} if flags is None else flags
-        factors = {factor.device: factor} if isinstance(factor, Tensor) else {}
+        made = factor if isinstance(factor, Tensor) else on_device
+        factors = {} if made is None else {made.device: made}
         # Intended as a check, but also PyTorch's fastest kernel for multiplying by a device scalar:
         # 0.8 ms for 4,096 x 256 entries, where _foreach_mul_ takes 1.5.
         is_grad_enabled = torch.is_grad_enabled()

@@ -71,6 +71,7 @@ class LossScale:
         is_created: Whether a loss has chosen the device. Before that, there are no tensors.
         is_quiet: Whether it is known that neither of the last two updates was skipped.
         tensor: The scale, a float32 scalar on the device, which never moves.
+        one: A 1.0 there.
         bad_loss: NaN if a loss of this iteration was not finite, else 0; if ``has_loss``.
         has_loss: Whether ``bad_loss`` belongs to this iteration.
     """
@@ -78,6 +79,7 @@ class LossScale:
     is_here: ClassVar[bool] = True
     device = CPU
     tensor: Tensor
+    one: Tensor
     bad_loss: Tensor
     is_created = is_quiet = has_loss = False
     _loss_is_finite: bool | None = None  # as far as a step has read it
@@ -132,7 +134,7 @@ class LossScale:
         with torch.inference_mode(False):
             number = torch.tensor(self.state.scale, dtype=torch.float32, device="cpu")
             self.tensor = number if self.is_here else to_device(number, device)
-            self.bad_loss = torch.zeros_like(self.tensor)
+            self.bad_loss, self.one = torch.zeros_like(self.tensor), torch.ones_like(self.tensor)
 
     # --- losses -----------------------------------------------------------------------------------
 

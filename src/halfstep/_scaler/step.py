@@ -182,7 +182,7 @@ def _checked_usual(
     else:
         own = _clean(engine)
         if is_fused:
-            gradients.check(own.found_here)
+            gradients.check(own.found_here, loss_scale.one)
         else:
             factor = loss_scale.inverse if is_known else reciprocal(scale)
             gradients.multiply_(factor, flags=own.found_here)
@@ -214,7 +214,7 @@ def _checked_again(engine: Engine, plan: Plan, step: Step) -> Step:
         look = _clean(engine, norms_of(written, None, device))
     else:
         look = _clean(engine)
-        written.check(look.found_here)
+        written.check(look.found_here, step.loss_scale.one)
     flag, later = step.skip, look.found_here[device]
     assert flag is not None
     skip: Scalar = later
