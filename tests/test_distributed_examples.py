@@ -179,15 +179,25 @@ def check_training(lines: list[str], steps: int) -> None:
     assert losses(lines)[-1] < 0.7 * losses(lines)[0]
 
 
-def test_what_is_printed_after_a_restart(tmp_path: Path) -> None:
+OPTIONS = ("--steps", 20, "--checkpoint-every", 9)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the examples, run once and not interrupted, and what they print."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run_in_ranks(EXAMPLES, folder, *OPTIONS)
+
+
+def test_what_is_printed_after_a_restart(whole: tuple[Path, str]) -> None:
+    folder, printed = whole
     names = [name for name in EXAMPLES if name != "ddp"]
-    options = "--steps", 20, "--checkpoint-every", 9
-    whole = run_in_ranks(names, tmp_path, *options)
-    again = run_in_ranks(names, tmp_path, *options)
-    assert "skipped: overflow" in whole
+    again = run_in_ranks(names, folder, *OPTIONS)
+    for name in EXAMPLES:
+        assert "skipped: overflow" in of_one(name, printed)
+        check_training(lines_of(of_one(name, printed)), steps=20)
     for name in names:
-        first, second = (lines_of(of_one(name, printed)) for printed in (whole, again))
-        check_training(first, steps=20)
+        first, second = (lines_of(of_one(name, each)) for each in (printed, again))
         assert resumed_at(of_one(name, again)) == 18
         assert second == first[18:]
 
@@ -197,13 +207,9 @@ def of_one(name: str, printed: str) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
-def test_what_is_printed_after_kills(tmp_path: Path) -> None:
+def test_what_is_printed_after_kills(whole: tuple[Path, str], tmp_path: Path) -> None:
     options = "--steps", 20, "--checkpoint-every", 5
-    whole = lines_of(run_in_ranks(["ddp"], tmp_path / "whole", *options))
-    check_training(whole, steps=20)
-    assert any("skipped: overflow" in line for line in whole)
-
-    folder = tmp_path / "ddp"
+    expected, folder = lines_of(of_one("ddp", whole[1])), tmp_path / "ddp"
     with pytest.raises(RankFailedError, match="rank 1: the process died with exit code -9"):
         run_in_ranks(["ddp"], tmp_path, *options, killed=2)
     assert saved(folder) == ["step-00000005"]
@@ -215,12 +221,12 @@ def test_what_is_printed_after_kills(tmp_path: Path) -> None:
     torchrun_killed.torchrun.kill()
     torchrun_killed.torchrun.wait()
     assert resumed_at(torchrun_killed.printed) == 5
-    assert torchrun_killed.lines == whole[5:][: len(torchrun_killed.lines)]
+    assert torchrun_killed.lines == expected[5:][: len(torchrun_killed.lines)]
 
     last = run_in_ranks(["ddp"], tmp_path, *options)
     assert [processes().get(pid, "Z")[0] for pid in orphans] == ["Z", "Z"]  # gone, or unburied
     assert 5 <= resumed_at(last) < 20
-    assert lines_of(last) == whole[resumed_at(last) :]
+    assert lines_of(last) == expected[resumed_at(last) :]
 
 
 # --- what they share, in this process -------------------------------------------------------------
