@@ -15,10 +15,10 @@ from tests.dtype_errors.dtype_programs import pasted
 import halfstep
 
 IN_WORDS = {
-    "of_a_module": "use torch.log_softmax(logits, 1).gather(1, y[:, None]), where logits is what "
-    "softmax at ",
-    "of_a_function": "use torch.log_softmax(logits, 1).gather(1, y[:, None]), where logits is what "
-    "softmax at ",
+    "of_a_module": "use torch.log_softmax(logits, 1).gather(1, y[:, None]), where logits is the "
+    "input of softmax at ",
+    "of_a_function": "use torch.log_softmax(logits, 1).gather(1, y[:, None]), where logits is the "
+    "input of softmax at ",
 }
 """The cures of formulas in two functions, which cannot be pasted at one place."""
 PASTED = [name for name in FORMULAS if name not in IN_WORDS]

@@ -453,6 +453,13 @@ RUNS = {
     ),
     "a loss that does not change": run(*(step(n, loss=2.0) for n in range(1, 101))),
     "a loss with a peak": run(step(50, loss=1.5e21)),
+    "one of two losses that rose in the last two steps": run(
+        *(
+            step(n, optimizer="Adam", number=m, loss=735.0 if m == 2 and n > 99 else 9.0)
+            for n in range(1, 102)
+            for m in (1, 2)
+        )
+    ),
     "a loss that rose at once": run(*(step(n, loss=7e3 - n) for n in range(2, 101))),
     # Nothing is fine in a run with a note on its gradients.
     **{

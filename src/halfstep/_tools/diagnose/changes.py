@@ -103,7 +103,7 @@ _ORDINALS = ("first", "second", "third")
 def _change_in_words(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == OPERAND:
-        put = f"use {text('x')} in its place, where x is what it is given"
+        put = f"use {text('x')} in its place, where x is its input"
         return "leave it out" if placed.expression == "{}" else put
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
@@ -125,7 +125,7 @@ def _rewrite_in_words(rewrite: Rewrite) -> str:
         if names[name] is None:
             at = f"{short_path(operand.spot.line.file)}:{operand.spot.line.number}"
             names[name] = new = source.new_name(operand.function)
-            where += f", where {new.id} is what {row_name(operand.function)} at {at} is given"
+            where += f", where {new.id} is the input of {row_name(operand.function)} at {at}"
     function = row_name(rewrite.root.function)
     at, text = f"{short_path(line.file)}:{line.number}", ast.unparse(rewrite.filled(names))
     return f"in place of {function} at {at}, use {text}{where}"

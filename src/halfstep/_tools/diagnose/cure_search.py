@@ -372,8 +372,8 @@ def _above_zero(weights: list[Tensor]) -> Iterator[None]:
 
 
 def _is_better(cure: Cure, form: Cure) -> bool:
-    """Return whether an edit is better than a stable form, which computes the same loss."""
-    if cure.losses and form.losses and FAR**4 * abs(cure.losses[-1]) < abs(form.losses[-1]):
+    """Return whether an edit that leaves a loss is better than a form, which computes the same."""
+    if cure.losses and form.losses and 0 < FAR**4 * abs(cure.losses[-1]) < abs(form.losses[-1]):
         return True
     return fall(cure.losses) >= fall(form.losses) / 2
 

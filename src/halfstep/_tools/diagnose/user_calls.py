@@ -319,7 +319,7 @@ class _Changes:
             return f"the quotient is 0 where the divisor is, in {places}{self._rows}"
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
         if not self.is_of_data:
-            return f"{changed}, which get no gradient then: look why they are out of range"
+            return f"{changed}, which then get no gradient: check why they are out of range"
         if not (self._rows and self._may_be_labels):
             return changed
         return f"{changed} without a gradient; if they are labels, leave {self._rows} out instead"

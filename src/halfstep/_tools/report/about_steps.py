@@ -142,7 +142,8 @@ def _rise(loss: Curve, factor: float) -> str:
     """Return how far a loss rose; empty if it rose by less than a factor, or is not finite."""
     before, after = loss.first, loss.last
     text = f"the first was {number(before)}, the last {number(after)}"
-    if loss.early_max is not None and loss.recent is not None:
+    is_late = loss.early_max is not None and 0 < MANIFOLD * loss.early_max < after
+    if loss.early_max is not None and loss.recent is not None and not (is_late and before > 0):
         after = loss.recent
         text = f"the mean of the last 20 is {number(after)}, the "
         if before > 0 and after > MANIFOLD * before:  # it may have risen in the first 20
@@ -150,7 +151,7 @@ def _rise(loss: Curve, factor: float) -> str:
         else:
             before = loss.early_max
             text += f"largest of the first 20 was {number(before)}"
-    else:  # too few for a mean
+    else:  # too few for a mean, or it rose in the last few
         factor = 2.0 if factor == 1.0 and loss.min == before else MANIFOLD
     limit = before if factor == 1.0 else before * factor if before > 0 else math.inf
     return text if math.isfinite(loss.last) and after > limit else ""
@@ -187,7 +188,6 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
     steps, scale = summary.steps, summary.scale
     explained = _explained(summary)
     if scale is not None and not explained.issuperset(scale.stuck):
-        where = at_steps(scale.stuck)
         cure = (
             " Check the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
             "where(), values too large for float16, and NaN in the parameters."
@@ -195,7 +195,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "bad",
             f"The gradients were inf or NaN at the smallest scale too ({power(scale.stuck_at)}), "
-            f"while the loss was finite ({where}).",
+            f"while the loss was finite ({at_steps(scale.stuck)}).",
             cure=() if summary.bad_places else (cure,),
             evidence="skips",
             follows=summary.follows_from(scale.stuck[0]),

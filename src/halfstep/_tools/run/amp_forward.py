@@ -116,8 +116,9 @@ class ScriptState:
             self._sum_up()
         elif not (self.has_own_autocast or self._has_others()):
             self._say(
-                "found nothing to run in mixed precision: no module with parameters was called "
-                "(not seen: model.forward(x), and compiled functions; compile the module itself)"
+                "found nothing to run in mixed precision: in this process no module with "
+                "parameters was called (not seen: model.forward(x), and compiled functions; "
+                "compile the module itself)"
             )
 
     def _sum_up(self) -> None:

@@ -338,9 +338,8 @@ class Session:
 
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""
-        own = self._record.file
         pattern = "process-*/rank*.jsonl" if self._is_launched else "**/rank*.jsonl"
-        files = (file for file in self._folder.glob(pattern) if file != own)
+        files = (file for file in self._folder.glob(pattern) if file != self._record.file)
         return [file for file in files if file.stat().st_mtime >= self._began]
 
     def _last_line(self, of_others: Sequence[Path]) -> str:

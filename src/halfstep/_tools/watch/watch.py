@@ -95,7 +95,7 @@ WENT_BAD_LATE = (
 )
 SPOILT = (
     "it has made {names} inf or NaN, also if its loss is left out; unless a scaler or guard "
-    "restores them, evaluations are bad: check the batch first, and reset the buffers"
+    "restores them, what reads them is wrong: check the batch first, and reset the buffers"
 )
 LEFT_OUT = "the script left this batch out"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
