@@ -144,6 +144,14 @@ def test_the_folder_is_where_the_user_was(halfstep_run, tmp_path):
     assert events(tmp_path / "the record")[-1]["steps"] == 1
 
 
+def test_after_an_error_nothing_is_said_of_models_that_were_not_called(halfstep_run, tmp_path):
+    for line in ("import no_such_package", "raise KeyboardInterrupt"):
+        (tmp_path / "train.py").write_text(f"{line}\n")
+        assert "found nothing to run" not in halfstep_run("--amp", "bf16", "train.py").err
+    (tmp_path / "train.py").write_text("raise SystemExit(0)\n")
+    assert "found nothing to run" in halfstep_run("--amp", "bf16", "train.py").err
+
+
 def test_a_script_without_a_step(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.stderr = open('other', 'w')\n")
     done = halfstep_run("train.py")

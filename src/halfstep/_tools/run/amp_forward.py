@@ -36,7 +36,7 @@ class ScriptState:
         dtype: torch.dtype,
         say: Callable[[str], None],
         products: Callable[[], Mapping[str, int]],
-        has_others: Callable[[], bool],
+        is_explained: Callable[[], bool],
     ) -> None:
         self.is_on = True  # once off, it stays off
         self.is_scaling = dtype is torch.float16
@@ -48,7 +48,7 @@ class ScriptState:
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
         self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
-        self._products, self._has_others = products, has_others
+        self._products, self._is_explained = products, is_explained
         self.has_backward = self.has_scaled = self.has_own_autocast = False
         self.has_unscaled = self.has_trained = False  # the second: a module ran with gradients
         self.is_by_hand = False  # true while gradients are used without an optimizer
@@ -114,7 +114,7 @@ class ScriptState:
             return
         if self.modules or (self.is_scaling and self.has_backward and self.has_own_autocast):
             self._sum_up()
-        elif not (self.has_own_autocast or self._has_others()):
+        elif not (self.has_own_autocast or self._is_explained()):
             self._say(
                 "found nothing to run in mixed precision: in this process no module with "
                 "parameters was called (not seen: model.forward(x), and compiled functions; "
