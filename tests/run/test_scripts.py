@@ -152,6 +152,17 @@ def test_after_an_error_nothing_is_said_of_models_that_were_not_called(halfstep_
     assert "found nothing to run" in halfstep_run("--amp", "bf16", "train.py").err
 
 
+def test_products_are_counted_with_two_optimizers_of_a_class(halfstep_run, tmp_path):
+    (tmp_path / "gan.py").write_text(
+        "import torch\nnets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]\n"
+        "adams = [torch.optim.Adam(net.parameters()) for net in nets]\nfor _ in range(3):\n"
+        "    for net, adam in zip(nets, adams):\n        adam.zero_grad()\n"
+        "        net(torch.ones(2, 4)).square().mean().backward()\n        adam.step()\n"
+    )
+    said = halfstep_run("--amp", "bf16", "gan.py").err
+    assert "Linear.forward runs under autocast, 2 of 2 products in bfloat16" in said
+
+
 def test_a_script_without_a_step(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.stderr = open('other', 'w')\n")
     done = halfstep_run("train.py")

@@ -41,11 +41,11 @@ class ScriptState:
         self.is_on = True  # once off, it stays off
         self.is_scaling = dtype is torch.float16
         # Names in order of appearance: classes of outermost modules that ran under our autocast,
-        # loss functions called outside modules, optimizer classes with their number of steps, and
-        # scheduler classes.
+        # loss functions called outside modules, optimizer classes, and scheduler classes.
         self.modules: dict[str, None] = {}
         self.losses: dict[str, None] = {}
-        self.optimizers: dict[str, int] = {}
+        self.optimizers: dict[str, None] = {}
+        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self.schedules: dict[str, None] = {}
         self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
         self._products, self._is_explained = products, is_explained
@@ -92,11 +92,11 @@ class ScriptState:
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step; the second step of an optimizer marks the end of the first iteration."""
-        steps = self.optimizers.get(name_of(optimizer), 0)
-        self.optimizers[name_of(optimizer)] = steps + 1
-        if steps and self.modules:
+        """Note a step; the second step of an optimizer marks the end of the first iteration."""
+        self.optimizers[name_of(optimizer)] = None
+        if optimizer in self._stepped and self.modules:
             self._sum_up()
+        self._stepped.add(optimizer)
 
     def note_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step whose gradients come from no scaled backward pass."""
