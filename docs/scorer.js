@@ -5,7 +5,8 @@ var Scorer = {
     const isInternal = /^(architecture|benchmarks|changelog|genindex)$/.test(page);
     const isLookup = /^(doctor|versions|cookbook\/.*|api\/.*)$/.test(page);
     const isHeading = kind === "title";
-    return score + (isHeading ? 10 : 0) - (isInternal ? 100 : isLookup ? 8 : 0);
+    const isMostAsked = page === "diagnose";
+    return score + (isHeading ? 10 : isMostAsked ? 1 : 0) - (isInternal ? 100 : isLookup ? 8 : 0);
   },
   objNameMatch: 11,
   objPartialMatch: 6,

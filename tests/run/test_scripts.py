@@ -144,6 +144,17 @@ def test_the_folder_is_where_the_user_was(halfstep_run, tmp_path):
     assert events(tmp_path / "the record")[-1]["steps"] == 1
 
 
+def test_after_an_error_nothing_is_said_of_models_that_were_not_called(halfstep_run, tmp_path):
+    for line, has_said in (("import no_such_package", False), ("raise SystemExit(0)", True)):
+        (tmp_path / "train.py").write_text(f"{line}\n")
+        said = halfstep_run("--amp", "bf16", "train.py").err
+        assert ("found nothing to run" in said) is has_said
+
+
+def test_products_are_counted_with_two_optimizers_of_a_class(halfstep_run):
+    assert "2 of 2 products" in halfstep_run("--amp", "bf16", SCRIPTS / "two_adams.py").err
+
+
 def test_a_script_without_a_step(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.stderr = open('other', 'w')\n")
     done = halfstep_run("train.py")

@@ -48,7 +48,7 @@ def options(**changes) -> Options:
 
 def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsys):
     @contextmanager
-    def mixed_precision(dtype, say, *, policy, products, has_others):
+    def mixed_precision(dtype, say, *, policy, products, is_explained):
         seen.events.append((dtype, policy))
         say("a line")
         yield

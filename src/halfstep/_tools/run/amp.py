@@ -47,7 +47,7 @@ def mixed_precision(
     *,
     policy: Policy | str | None = None,
     products: Callable[[], Mapping[str, int]] = dict,
-    has_others: Callable[[], bool] = bool,
+    is_explained: Callable[[], bool] = bool,
 ) -> Iterator[GradScaler | None]:
     """Run training loops inside the block in mixed precision, as docs/run.md describes.
 
@@ -61,11 +61,10 @@ def mixed_precision(
 
     ``say`` receives each message as one line: a summary after the first iteration, or the reason
     why the script runs unchanged. Module rules of the policy apply to the first model. ``products``
-    returns how many products a record has seen by dtype, and ``has_others`` whether other processes
-    of the program trained; both are asked for messages. The context is the scaler; None for
-    bfloat16, which needs none.
+    returns how many products a record has seen by dtype, and ``is_explained`` whether an error or
+    other processes say why no module ran. The context is the scaler; None for bfloat16.
     """
-    script = ScriptState(dtype, say, products, has_others)
+    script = ScriptState(dtype, say, products, is_explained)
     scaler = GradScaler() if script.is_scaling else None
     try:
         with Patches() as patches:

@@ -36,19 +36,19 @@ class ScriptState:
         dtype: torch.dtype,
         say: Callable[[str], None],
         products: Callable[[], Mapping[str, int]],
-        has_others: Callable[[], bool],
+        is_explained: Callable[[], bool],
     ) -> None:
         self.is_on = True  # once off, it stays off
         self.is_scaling = dtype is torch.float16
         # Names in order of appearance: classes of outermost modules that ran under our autocast,
-        # loss functions called outside modules, optimizer classes with their number of steps, and
-        # scheduler classes.
+        # loss functions called outside modules, optimizer classes, and scheduler classes.
         self.modules: dict[str, None] = {}
         self.losses: dict[str, None] = {}
-        self.optimizers: dict[str, int] = {}
+        self.optimizers: dict[str, None] = {}
+        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self.schedules: dict[str, None] = {}
         self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
-        self._products, self._has_others = products, has_others
+        self._products, self._is_explained = products, is_explained
         self.has_backward = self.has_scaled = self.has_own_autocast = False
         self.has_unscaled = self.has_trained = False  # the second: a module ran with gradients
         self.is_by_hand = False  # true while gradients are used without an optimizer
@@ -92,11 +92,11 @@ class ScriptState:
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step; the second step of an optimizer marks the end of the first iteration."""
-        steps = self.optimizers.get(name_of(optimizer), 0)
-        self.optimizers[name_of(optimizer)] = steps + 1
-        if steps and self.modules:
+        """Note a step; the second step of an optimizer marks the end of the first iteration."""
+        self.optimizers[name_of(optimizer)] = None
+        if optimizer in self._stepped and self.modules:
             self._sum_up()
+        self._stepped.add(optimizer)
 
     def note_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step whose gradients come from no scaled backward pass."""
@@ -114,7 +114,7 @@ class ScriptState:
             return
         if self.modules or (self.is_scaling and self.has_backward and self.has_own_autocast):
             self._sum_up()
-        elif not (self.has_own_autocast or self._has_others()):
+        elif not (self.has_own_autocast or self._is_explained()):
             self._say(
                 "found nothing to run in mixed precision: in this process no module with "
                 "parameters was called (not seen: model.forward(x), and compiled functions; "

@@ -251,7 +251,7 @@ class Session:
                 self._say_of_amp,
                 policy=policy,
                 products=lambda: self._record.seen.products,
-                has_others=lambda: bool(self._records_of_others()),
+                is_explained=lambda: self._has_failed or bool(self._records_of_others()),
             )
             self._stack.enter_context(amp_context)
         if self._options.additions is not None:
@@ -336,6 +336,10 @@ class Session:
             num_skipped=self._record.num_skipped,
         )
 
+    @property
+    def _has_failed(self) -> bool:
+        return isinstance(self._failure, Exception | KeyboardInterrupt)
+
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""
         pattern = "process-*/rank*.jsonl" if self._is_launched else "**/rank*.jsonl"
@@ -348,7 +352,7 @@ class Session:
         others = things(len(of_others), "process", "processes")
         if not steps and of_others:
             return f"{others} of the program recorded: {view}"
-        if not steps and isinstance(self._failure, Exception | KeyboardInterrupt):
+        if not steps and self._has_failed:
             what = "error" if isinstance(self._failure, Exception) else "interrupt"
             return f"no step of an optimizer was completed before the {what}"
         if not steps:
@@ -473,11 +477,8 @@ def _by_option(found: Diagnosis, options: Options, rules: dict[str, None]) -> Di
         rules |= dict.fromkeys(own.split("; "))
         policy = "; ".join((str(options.policy), *rules))
     words = [] if policy is None else [f"--policy={policy}"]
-    if (
-        cure.dtype not in (None, "float32")
-        and options.additions is None
-        and (before or options.amp)
-    ):
+    can_switch = options.additions is None and (before or options.amp)
+    if cure.dtype not in (None, "float32") and can_switch:
         words.insert(0, f"--amp={FORMATS_BY_DTYPE[cure.dtype].name}")
     elif cure.kind != "policy" or not is_added:
         return found
