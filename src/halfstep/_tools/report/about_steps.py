@@ -420,7 +420,7 @@ def is_scaled(summary: Summary) -> bool:
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the verdict."""
     losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
-    words = [f"the {name} {_course(x)}" for name, x in losses if x]
+    words = [f"the {name} {_course(x, is_one=len(losses) == 1)}" for name, x in losses if x]
     scale = summary.scale
     if scale is not None and is_scaled(summary):
         if scale.min == scale.max:
@@ -432,13 +432,16 @@ def about_course(summary: Summary) -> str:
     return listed(words)
 
 
-def _course(loss: Curve) -> str:
+def _course(loss: Curve, *, is_one: bool) -> str:
     first, last = number(loss.first), number(loss.last)
     if loss.min == loss.max:
         return f"was {last}"
     is_peak = loss.max is not None and loss.max > MANIFOLD * max(abs(loss.first), abs(loss.last))
     peak = f" (largest: {number(loss.max)})" if is_peak else ""
-    return f"went from {first} to {last}{peak}"
+    if is_one:
+        return f"went from {first} to {last}{peak}"
+    # An optimizer may step on two losses in turn.
+    return f"was {first} in its first step and {last} in the last{peak}"
 
 
 # --- steps that were replayed ---------------------------------------------------------------------
