@@ -84,6 +84,8 @@ def entries(
                 runs_in = returns = rest[-1]  # the op promotes by itself, whatever autocast does
             if rest and isinstance(rest[0], tuple) and half is torch.float16:
                 args = rest[0]  # the CPU's lists have arguments for both halves
+            if op == "conv_transpose3d":  # a third of a second in lower precision
+                args = (args[0][:1, :, :2, :2, :2], args[1][..., :3, :3, :3], *args[2:])
             yield Entry(group, op, args, kwargs, runs_in, returns)
 
 
@@ -121,10 +123,8 @@ def test_an_op_is_what_it_is_on_arguments_cast_by_hand(policy, half, entry):
     args = entry.args if promotes_itself else cast(entry.args, entry.runs_in or half)
     expectations = entry(args)
     name = f"{entry.op}.default"
-    is_rounded = are_products_rounded(name, "cpu", half)
-    if has_onednn(half):
-        is_rounded &= is_left_to_pytorch(name, entry.args, {})
-    if policy != "torch" and is_rounded:
+    is_left = not has_onednn(half) or is_left_to_pytorch(name, entry.args, {})
+    if policy != "torch" and is_left and are_products_rounded(name, "cpu", half):
         # PyTorch's own kernel rounds the sums of products.
         expectations = [each.to(half) for each in entry(cast(args, torch.float32))]
     for result, expected in zip(results, expectations, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
-from halfstep._tools.diagnose.several_steps import Usual, signs_of
+from halfstep._tools.diagnose.several_steps import Usual, failures_of, signs_of
 
 OF_SGD, SMALL = False, True  # whether the steps of the trial were small
 
@@ -40,9 +40,7 @@ OF_SGD, SMALL = False, True  # whether the steps of the trial were small
         (OF_SGD, (300.0, 700.0), (), Flaw.NO_CURE),  # far from those before it, and farther later
     ],
 )
-def test_what_a_trial_says_against_a_change(
-    is_small: bool, losses: Any, changed: Any, flaw: Flaw
-) -> None:
+def test_what_a_trial_shows(is_small: bool, losses: Any, changed: Any, flaw: Flaw) -> None:
     cure = Cure("code", "x", True, has_small_steps=is_small, losses=losses, changed=changed)
     assert flaw_of(cure, Usual(loss=3.0, size=3.0)) is flaw
 
@@ -54,6 +52,11 @@ def test_a_huge_loss_is_doubtful_in_the_first_step_too() -> None:
 
 def test_what_is_not_finite_is_the_last() -> None:
     assert flaw_of(Cure("code", "x", is_finite=False), Usual()) is max(Flaw)
+
+
+def test_a_loss_that_rises_by_more_than_ten_times_its_size_is_a_failure() -> None:
+    steps: Any = SimpleNamespace(fails_at=0, losses=[3.0, 32.0], others=[3.0, 40.0])
+    assert failures_of(steps) == ["the loss of the batch before it rises from 3 to 40"]
 
 
 def test_losses_before_it_are_named_only_if_they_are_known() -> None:

@@ -83,8 +83,7 @@ def test_the_closer_look_is_at_the_same_op_whatever_the_scaler_does(is_fresh: bo
         scaler.update()
 
     if not is_fresh:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             step()
     bad = halfstep.diagnose(step, model=model).bad
     assert (bad.op, bad.phase, bad.forward_op) == ("mul", "backward", "clone")
@@ -233,8 +232,7 @@ def test_nested_tensors_do_not_end_the_process() -> None:
         parts = [torch.ones(2, 4), torch.ones(3, 4)]
         model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().sum().backward()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         assert halfstep.diagnose(step, model=model).verdict == "none"
 
 
@@ -247,8 +245,7 @@ def test_memory_that_is_resized_or_replaced_is_put_back() -> None:
     memories = [param.data_ptr() for param in model.parameters()]
 
     def step() -> None:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             torch.mul(X, 2, out=buffer)
             model[0].weight.mul_(2)
         model(buffer).sum().backward()

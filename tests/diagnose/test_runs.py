@@ -17,10 +17,15 @@ from halfstep._tools.diagnose import several_steps
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Operand, Verdict, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+# Of which a short trial tells less, or finds another cure.
+LONG = ("actions_at_the_edge", "lbfgs_probit", "ratio_of_probabilities")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", runs.RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.whole_trials if n in LONG else ()) for n in runs.RUNS],
+)
 def test_a_run_that_goes_bad_is_diagnosed_and_cured(name: str, tmp_path: Path) -> None:
     judged = runs.judge(name, tmp_path)
     assert not judged.wrong, f"{judged.wrong}\n{judged.said}"
@@ -69,6 +74,7 @@ def test_a_trial_that_the_time_ends_after_a_few_steps_is_none(monkeypatch: Any) 
     assert said in found.cure.remarks
 
 
+@pytest.mark.whole_trials
 def test_several_steps_of_an_optimizer_leave_all_as_it_was() -> None:
     model, x = torch.nn.Linear(4, 1).half(), torch.ones(8, 4).half().requires_grad_()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)

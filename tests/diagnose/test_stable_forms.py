@@ -45,6 +45,7 @@ def test_the_cure_computes_what_the_formula_computes_and_learns(name: str, tmp_p
     torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.whole_trials
 @pytest.mark.parametrize("name", IN_WORDS)
 def test_what_cannot_be_pasted_at_one_place_is_said(name: str, tmp_path: Path) -> None:
     found = judge(name, tmp_path).found
@@ -170,6 +171,7 @@ def test_of_two_finite_cures_the_one_that_learns_is_given(tmp_path: Path) -> Non
     assert cure.losses[-1] < cure.losses[0]
 
 
+@pytest.mark.whole_trials
 def test_a_loss_that_stands_is_said(tmp_path: Path) -> None:
     source = f"{HEAD}    loss = (z * 0).log().sum()\n    loss.backward()\n"
     found = halfstep.diagnose(run_file(source, tmp_path / "a.py")["step"])

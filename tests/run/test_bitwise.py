@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.diagnose.conftest import short_trials as short_trials
 from tests.run.corpus import kinds
 
 from halfstep import Policy, preset

@@ -86,8 +86,7 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(name, setting, ha
         if i == 5:
             setting(optimizer.param_groups[0])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         scaler = halfstep.GradScaler(init_scale=4.0) if has_scaler else None
         watch, steps = watched(model, optimizer, before_step=change, scaler=scaler)
     (found,) = watch.found  # weights that are NaN in the steps after it are left over from it
@@ -304,16 +303,15 @@ def test_a_loss_that_falls_without_end_is_growth_beside_another_that_does_not() 
 
 def test_the_usual_loss_is_that_of_its_line() -> None:
     """A GAN has two, whose median is that of neither."""
-    growth, lines = (
-        Growth(Carried(CallLog())),
-        [Line("gan.py", number, "", "") for number in (7, 9)],
-    )
+    growth = Growth(Carried(CallLog()))
+    lines = [Line("gan.py", number, "", "") for number in (7, 9)]
     for step, (loss, line) in enumerate(zip([100.0, 1.0] * 9, lines * 9, strict=True)):
         growth.note_loss(loss, step, line)
     usual = [growth.usual(18, line).loss for line in (*lines, None)]
     assert usual == [100.0, 1.0, None]
 
 
+@pytest.mark.whole_trials
 def test_a_guard_does_not_count_the_steps_of_a_trial() -> None:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
