@@ -1,14 +1,16 @@
 """Edits of calls that keep PyTorch's functions away from values where they are undefined.
 
 An edit is an expression in which ``{}`` stands for the original code: an argument or the call
-itself. A replay evaluates the same expression that the diagnosis shows.
+itself. It may have names of the user's function. A replay evaluates the same expression that the
+diagnosis shows.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -344,6 +346,37 @@ def _normed(value: Any, eps: float) -> str | None:
 
 NORM = Edit((0,), _normed)
 """A norm of what a call reads, if that grows from call to call."""
+
+
+def shifts_of(sums: Iterable[tuple[str, str]]) -> Iterator[tuple[Edit, Edit]]:
+    """Yield edits that take the largest exponent from all, and others that take more from each.
+
+    ``sums`` are functions that sum over segments, and the expressions of their indices.
+    """
+    for function, index in sums:
+        yield _shifts_by(partial(_largest_of_segment, function, index))
+    yield _shifts_by(lambda value: "{0}.detach().amax(-1, keepdim=True)" if value.dim() > 1 else "")
+    yield _shifts_by(lambda value: "{0}.detach().max()")
+
+
+def _shifts_by(shift: Callable[[Tensor], str]) -> tuple[Edit, Edit]:
+    def by(rest: str) -> Edit:
+        def expression(value: Any, eps: float) -> str | None:
+            text = shift(value) if isinstance(value, Tensor) and value.is_floating_point() else ""
+            return f"{{0}} - {text}{rest.format(text)}" if text else None
+
+        return Edit((0,), expression)
+
+    return by(""), by(" - 2 - torch.cos({0})")
+
+
+def _largest_of_segment(function: str, index: str, value: Tensor) -> str:
+    is_of_rows = value.dim() == 1 or function == "index_add"
+    places = f"{index}[:, None].expand_as({{0}})" if is_of_rows and value.dim() == 2 else index
+    made = f"{{0}}.new_full((int({index}.max()) + 1, *{{0}}.shape[1:]), -torch.inf)"
+    made += f'.scatter_reduce(0, {places}, {{0}}.detach(), "amax")'
+    return f"{made}[{index}]" if is_of_rows else f"{made}.gather(0, {index})"
+
 
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""

@@ -6,12 +6,14 @@ float32 from the inputs as they are, is another.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from halfstep._autocast import HALVES
 from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import Cure, short_error
+from halfstep._tools.diagnose.edits import DIVISIONS
 from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.several_steps import (
     LEAST_STEPS,
@@ -126,6 +129,15 @@ class CureTrial:
                 add(part.number, part, part.maker, part.size)
         return found[1:]
 
+    def divides_by(self, call: UserCall) -> UserCalls | None:
+        """Replay the step; return its calls if a later one divides by what a call has led to."""
+        origins, calls = Origins(), UserCalls(self.replayer.num_ops)
+        with self.replayer.run(Variant(scale=self.scale), origins, calls.active()):
+            later = chain.from_iterable(each.ops for each in calls.after(call, DIVISIONS))
+            before = chain.from_iterable(map(origins.before_divisor, later))
+            makers = (calls.call_of(origin.number) for _, origin in before)
+            return calls if any(made and made.is_at(call) for made in makers) else None
+
     def is_finite(self, **changes: Any) -> bool:
         """Return whether a replay with changes is finite; the scale is the step's by default."""
         return self.blame(**changes) is None
@@ -192,10 +204,32 @@ class CureTrial:
         blame = self.blame(calls.active(), scale=scale)
         return Tried(blame if calls.do_fit else _OUTSIDE, calls)
 
+    def sizes_with(self, edits: Edits) -> list[float]:
+        """Return the loss and the norms of gradients of a replay with edits; none if they unfit."""
+        calls, sizes = UserCalls(self.replayer.num_ops, edits), _Sizes()
+        around = _in_all(self._around(), calls.active())
+        with self.replayer.run(Variant(scale=self.scale), sizes, around):
+            return [sizes.loss, *sizes.norms] if calls.do_fit else []
+
     def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
         calls, formulas = UserCalls(self.replayer.num_ops), Formulas([form.root for form in forms])
         blame = self.blame(_in_all(calls.active(), formulas), scale=self.scale)
         return Tried(blame, calls), formulas
+
+
+class _Sizes(OpObserver):
+    """Observer of the loss of a step, the last root of a backward pass, and of its gradients."""
+
+    sees_ops = False
+
+    def __init__(self) -> None:
+        self.loss, self.norms = math.nan, list[float]()
+
+    def see_root(self, root: Tensor) -> None:
+        self.loss = float(root.detach()) if root.numel() == 1 else math.nan
+
+    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        self.norms.append(float(gradient.float().norm()))
 
 
 @contextmanager
@@ -301,6 +335,13 @@ class Origins(OpObserver):
                 is_reader = number not in made and any(each in made for each in origin.parents)
             if is_reader:
                 yield number
+
+    def before_divisor(self, number: int) -> Iterator[tuple[int, Origin]]:
+        """Yield the ops before the divisor of an op, if it divides by a computed tensor."""
+        origin = self._ops.get(number)
+        least = 1 if origin is not None and origin.op == "reciprocal" else 2
+        if origin is not None and len(origin.parents) >= least:
+            yield from self.before_op(origin.parents[-1])
 
     def before_op(self, number: int) -> Iterator[tuple[int, Origin]]:
         """Yield an op and the ops before it with their distances, the nearest ones first."""
