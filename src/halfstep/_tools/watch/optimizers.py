@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from numbers import Real
+from numbers import Number
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from halfstep._tools.watch.schedules import (
     lines_that_set,
     lines_with,
     of_function,
+    of_lines,
     schedules_of,
 )
 
@@ -46,14 +47,15 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
     Sync: none; a setting that is a tensor on an accelerator is not read.
     """
     for name, value in _settings(optimizer):
-        if not math.isfinite(value):
+        if isinstance(value, complex) or not math.isfinite(value):
             of, line = type(optimizer).__name__, user_line()
             schedules = schedules_of(optimizer) if name == "lr" else []
             why = f"{name} of {of} is {value}, and so is every weight after this step"
             names = {name, *(type(each).__name__ for each in schedules)}
             text = f"{why}: check what sets it: optimizer.param_groups[0][{name!r}]"
             lines = lines_that_set(names, [line.file] if line else [])
-            cure = of_function(schedules, why) or Cure("data", "\n".join([text, *lines]))
+            cure = of_function(schedules, why) or of_lines(name, why)
+            cure = cure or Cure("data", "\n".join([text, *lines]))
             return Diagnosis("data", tensor=f"{name} of {of}", cure=cure)
     return None
 
@@ -96,14 +98,14 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
 
 
-def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float | complex]]:
     for group in _groups(optimizer):
         for name in _SETTINGS.intersection(group):
             value = group[name]
             for each in value if isinstance(value, tuple) else (value,):
                 on_cpu = isinstance(each, Tensor) and each.device.type == "cpu"
-                if isinstance(each, Real) or (on_cpu and each.numel() == 1):
-                    yield name, float(each)
+                if isinstance(each, Number) or (on_cpu and each.numel() == 1):
+                    yield name, each if isinstance(each, complex) else float(each)
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -191,7 +193,8 @@ _BOUNDS = {
 
 def rate_of(optimizer: Optimizer) -> float:
     """Return the largest learning rate of an optimizer; 0 if it has none."""
-    return max((float(group["lr"]) for group in _groups(optimizer) if "lr" in group), default=0.0)
+    rates = (group["lr"].real for group in _groups(optimizer) if "lr" in group)
+    return max(map(float, rates), default=0.0)
 
 
 def first_rate(optimizer: Optimizer, measured: float) -> float:
@@ -236,7 +239,9 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
 
 def of_negative_rate(optimizer: Optimizer, files: Iterable[str]) -> Cure | None:
     """Return the cure of a learning rate below 0, with which steps raise the loss, or None."""
-    rates = [float(group.get("lr", 0)) for group in _groups(optimizer) if not group.get("maximize")]
+    rates = [
+        float(group.get("lr", 0).real) for group in _groups(optimizer) if not group.get("maximize")
+    ]
     rate, schedules = min(rates, default=0.0), schedules_of(optimizer)
     if not rate < 0:
         return None
