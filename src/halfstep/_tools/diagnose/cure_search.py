@@ -317,9 +317,9 @@ OF_PARAMETER = (
     "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
 )
-SHIFTED = "it is an equal formula: with another shift the loss and its gradients are the same"
+SHIFTED = "it is an equal formula: with another shift the losses are the same"
 _SAME = 1e-2
-"""The largest relative difference of two losses, or norms of gradients, that are the same."""
+"""The largest relative difference of two losses that are the same."""
 OF_COVARIANCE = (
     "keep {names} above 0, as by F.softplus({first}) + 1e-4 in place of {first}, and so each other "
     "variance in the matrix: where one is below 0, it is not positive definite"
@@ -358,8 +358,8 @@ def of_maths(
 def _of_shift(trial: CureTrial, before: Iterable[UserCall]) -> Cure | None:
     """Return exponents less the largest one as the cure, if they are those of a softmax by hand.
 
-    They are if a later call divides by what is computed of them, and a replay with another shift
-    has the same loss and gradients.
+    They are if a later call divides by what is computed of them, and the losses of the first steps
+    are the same with another shift.
     """
     exp = next((each for each in before if is_exponential(each.function)), None)
     if exp is None or (calls := trial.divides_by(exp)) is None:
@@ -367,18 +367,12 @@ def _of_shift(trial: CureTrial, before: Iterable[UserCall]) -> Cure | None:
     sums = calls.after(exp, ("index_add", "scatter_add"))
     indices = ((row_name(each.function), _index_in(each)) for each in sums)
     for edit, more in shifts_of((name, index) for name, index in indices if index):
-        if _are_same(*(trial.sizes_with(((exp, each),)) for each in (edit, more))):
-            cure = of_edit(trial, exp, edit)
-            if cure is not None and flaw_of(cure, trial.usual) < Flaw.NO_CURE:
-                return replace(cure, remarks=(SHIFTED, *cure.remarks))
+        one, other = (of_edit(trial, exp, each) for each in (edit, more))
+        pairs = zip(one.losses[:2], other.losses, strict=False) if one and other else ()
+        is_equal = [math.isclose(*pair, rel_tol=_SAME) for pair in pairs]
+        if one and any(is_equal) and all(is_equal) and flaw_of(one, trial.usual) < Flaw.NO_CURE:
+            return replace(one, remarks=(SHIFTED, *one.remarks))
     return None
-
-
-def _are_same(one: list[float], other: list[float]) -> bool:
-    """Return whether a loss and its gradients have the same sizes, which are not all 0."""
-    most, is_alike = max(map(abs, one), default=0.0), len(one) == len(other)
-    alike = partial(math.isclose, rel_tol=_SAME, abs_tol=1e-3 * _SAME * most)
-    return most > 0 and is_alike and all(map(alike, one, other))
 
 
 def _index_in(call: UserCall) -> str:

@@ -6,7 +6,6 @@ float32 from the inputs as they are, is another.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -204,32 +203,10 @@ class CureTrial:
         blame = self.blame(calls.active(), scale=scale)
         return Tried(blame if calls.do_fit else _OUTSIDE, calls)
 
-    def sizes_with(self, edits: Edits) -> list[float]:
-        """Return the loss and the norms of gradients of a replay with edits; none if they unfit."""
-        calls, sizes = UserCalls(self.replayer.num_ops, edits), _Sizes()
-        around = _in_all(self._around(), calls.active())
-        with self.replayer.run(Variant(scale=self.scale), sizes, around):
-            return [sizes.loss, *sizes.norms] if calls.do_fit else []
-
     def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
         calls, formulas = UserCalls(self.replayer.num_ops), Formulas([form.root for form in forms])
         blame = self.blame(_in_all(calls.active(), formulas), scale=self.scale)
         return Tried(blame, calls), formulas
-
-
-class _Sizes(OpObserver):
-    """Observer of the loss of a step, the last root of a backward pass, and of its gradients."""
-
-    sees_ops = False
-
-    def __init__(self) -> None:
-        self.loss, self.norms = math.nan, list[float]()
-
-    def see_root(self, root: Tensor) -> None:
-        self.loss = float(root.detach()) if root.numel() == 1 else math.nan
-
-    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        self.norms.append(float(gradient.float().norm()))
 
 
 @contextmanager

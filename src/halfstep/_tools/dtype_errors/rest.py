@@ -194,10 +194,9 @@ class Frame(Call):
         place = Place(function.__code__, 0, function.__globals__)
         frame = replace(self, place=place, local=local, other=None)
         node = function_of(function.__code__)
-        if isinstance(node, ast.Lambda):
-            return frame.value(node.body)
-        returned = next(iter(frame.run(node.body) or ()), None)
-        if returned is _UNKNOWN or not node.body:
+        body = [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body
+        returned = next(iter(frame.run(body) or ()), None)
+        if returned is _UNKNOWN or not body:
             raise LookupError(function)
         return returned
 

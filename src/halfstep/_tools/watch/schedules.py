@@ -179,14 +179,12 @@ def _called(function: Any, step: int) -> tuple[float, _Spot | None]:
 
     That is the one that first makes inf or NaN, or the one that returns a number below 0.
     """
-    frame = _Numbers(Place(_called.__code__, 0, {}), {}, None, Run({}))
     call = function if inspect.isroutine(function) else function.__call__
+    frame = _Numbers(Place(_called.__code__, 0, {}), {}, None, Run({}))
     with _quietly():
         value = frame.result_of(call, [step], {})
         if _is_bad(value):
-            return math.nan if isinstance(value, complex) else value, next(
-                iter(frame.made_bad), None
-            )
+            return math.nan, next(iter(frame.made_bad), None)
         return float(value), frame.returned[-1] if value < 0 else None
     return 0.0, None
 
