@@ -159,6 +159,11 @@ def _smoothed(value: Any, eps: float) -> str | None:
     return f"F.softplus({{}}) + {eps:g}" if value.dtype in HALVES else "F.softplus({})"
 
 
+def _of_weights(text: str) -> Expression:
+    """Edit what is computed of weights; data would become other data."""
+    return lambda value, eps: text if isinstance(value, Tensor) and value.requires_grad else None
+
+
 def _log1p(value: Any, eps: float) -> str | None:
     """Take the logarithm of counts, of which some are 0, plus 1."""
     return "torch.log1p({})" if isinstance(value, Tensor) and _are_counts(value) else None
@@ -381,9 +386,9 @@ def _largest_of_segment(function: str, index: str, value: Tensor) -> str:
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""
 _OF_EXPONENTS = (
-    Edit((CALL,), _limited("-30", "10")),
-    Edit((CALL,), _limited("-30", "20")),
-    Edit((CALL,), _is("2 * torch.tanh({} / 2)")),
+    Edit((CALL,), _of_weights("{}.clamp(-30, 10)")),
+    Edit((CALL,), _of_weights("{}.clamp(-30, 20)")),
+    Edit((CALL,), _of_weights("2 * torch.tanh({} / 2)")),
 )
 _OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
 RECTIFIERS = ("relu", "clamp", "clamp_min")

@@ -156,8 +156,9 @@ class Growth:
         step: int,
         model: Callable[[], nn.Module | None],
         written: Callable[[Tensor], list[str]],
+        calls: Callable[[], Sequence[KeptCall]] = tuple,
     ) -> Diagnosis | None:
-        """Measure the largest weight; return the diagnosis of a state with inf or NaN.
+        """Measure the largest weight; return the diagnosis of a state with inf or NaN after calls.
 
         Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after another state was
         loaded, else none.
@@ -177,7 +178,7 @@ class Growth:
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
             checked = [each.step for each in (*known, now)]
             found = with_bad_state(optimizer, model, written, is_loaded=is_loaded, checked=checked)
-            return found and (self.explain(found, step) or found)
+            return found and (self.explain(found, step, calls()) or found)
         return None
 
     def explain(
@@ -295,7 +296,9 @@ class Growth:
         self, found: Diagnosis, step: int, calls: Sequence[KeptCall]
     ) -> Diagnosis | None:
         """Return the diagnosis of a tensor of the script that has grown, also to inf, or None."""
-        grown = self._carried.grown(calls, step, are_bad=found.verdict == "data")
+        grown = self._carried.grown(
+            calls, step, are_bad=found.verdict == "data" and found.bad is not None
+        )
         if grown is None:
             return None
         happened, cure = f"the run diverges: {grown[0]}", Cure("code", grown[1])

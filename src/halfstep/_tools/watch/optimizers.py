@@ -151,7 +151,7 @@ def with_bad_state(
 def _between(good: int, bad: int) -> str:
     """Return in which step the state went bad that was finite before the first of two steps."""
     which = f"step {good}" if bad == good + 1 else f"one of the steps {good} to {bad - 1}"
-    return f"it was finite before step {good}, so it went bad in {which}"
+    return f"the state was finite before step {good}, so it went bad in {which}"
 
 
 def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:

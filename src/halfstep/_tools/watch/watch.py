@@ -429,9 +429,9 @@ class Watch:
         arguments = (lambda _: given) if closure is None else with_its
         taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), arguments)
         ends = self._capture.ends or self._running.ends_before
-        state = self._growth.before_step(
-            optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._earlier.said
-        )
+        calls = partial(needed_for, ends)
+        model = lambda: self._model_of(calls())  # noqa: E731
+        state = self._growth.before_step(optimizer, taken.number, model, self._earlier.said, calls)
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
             self._is_spoiled = self._running.is_bad = True
