@@ -8,7 +8,7 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
@@ -312,6 +312,17 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
             code, line, around, own, is_again = at.code, at.line.number, at.names, {}, True
         if is_users(code.co_filename):
             yield code, line, {n: around[n] for n in code.co_names if n in around} | own
+
+
+def model_of(weights: Iterable[Tensor]) -> str:
+    """Return the name of the variable that is the smallest module with all weights, or "model"."""
+    wanted, found = set(map(id, weights)), list[tuple[int, str]]()
+    for _, _, names in _known_names():
+        for name, value in names.items():
+            if isinstance(value, nn.Module) and name != "self":
+                held = set(map(id, value.parameters()))
+                found += [(len(held), name)] * (wanted <= held)
+    return min(found, default=(0, "model"))[1]
 
 
 def is_of_batch(tensor: Tensor) -> bool:

@@ -42,6 +42,7 @@ from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import OutOfTime, Replayer, StepRun
 from halfstep._tools.replay.variant import EnteredAutocast, Variant
 from halfstep._tools.trace.ops import OpPlace, makes_no_values
+from halfstep._tools.user_code import model_of
 
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
@@ -52,8 +53,8 @@ MOST_SECONDS = 3.0
 """The longest time for several steps, in seconds."""
 NOT_TRIED = "not tried over several steps"
 CLIPPED = (
-    "clip the gradients before each step, too: torch.nn.utils.clip_grad_norm_(model.parameters(), "
-    "{limit}); without that {why}"
+    "clip the gradients before each step, too: "
+    "torch.nn.utils.clip_grad_norm_({model}.parameters(), {limit}); without that {why}"
 )
 
 
@@ -166,7 +167,9 @@ class CureTrial:
                 limit = float(f"{steps.norm_before:.0e}") if steps.norm_before > 0 else 1.0
                 clipped = self._several_steps(change, replace(usual, max_norm=limit), changes)
                 if clipped.num >= LEAST_STEPS and not failures_of(clipped):
-                    remarks.append(CLIPPED.format(limit=f"{limit:g}", why=failures[0]))
+                    model = model_of(() if self.model is None else self.model.parameters())
+                    said = CLIPPED.format(model=model, limit=f"{limit:g}", why=failures[0])
+                    remarks.append(said)
                     steps, failures = clipped, []
         except OutOfTime:
             return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))

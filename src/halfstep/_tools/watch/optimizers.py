@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep._common.numbers import listed, number, power
+from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
-from halfstep._tools.user_code import is_users, tree_of, user_line
+from halfstep._tools.user_code import is_users, model_of, tree_of, user_line
 from halfstep._tools.watch.schedules import (
     lines_that_set,
     lines_with,
@@ -216,7 +217,8 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
-    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    model = model_of(parameters(optimizer))
+    clip = f"torch.nn.utils.clip_grad_norm_({model}.parameters(), 1.0)"
     # Steps of Adam and its like are as long with smaller gradients.
     clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text
