@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Number, Real
 from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -68,25 +68,20 @@ def lines_with(file: str, names: Collection[str]) -> list[str]:
 # --- functions of schedules -----------------------------------------------------------------------
 
 
-class _Spot(NamedTuple):
-    """Expression that makes inf, NaN or a complex number, or that returns one below 0."""
-
-    file: str
-    node: ast.expr
-    value: Callable[[ast.AST], Any]  # of its parts
-
-
 @dataclass(frozen=True, eq=False)
 class _Numbers(Frame):
-    """A copy of a frame that notes which expressions make numbers that are not finite."""
+    """A copy of a frame that notes which expressions make numbers that are not finite.
 
-    made_bad: list[_Spot] = field(default_factory=list)  # the innermost first
+    So is a complex number, of a root of one below 0.
+    """
+
+    bad: list[_Spot] = field(default_factory=list)  # the innermost first
     returned: list[_Spot] = field(default_factory=list)  # the outermost last
 
     def value(self, node: ast.AST | None) -> Any:
         value = super().value(node)
         if isinstance(node, (ast.BinOp, ast.Call)) and _is_bad(value):
-            self.made_bad.append(self._spot(node))
+            self.bad.append((self, node))
         return value
 
     def can_call(self, node: ast.Call, function: Any) -> bool:
@@ -94,31 +89,39 @@ class _Numbers(Frame):
         return is_number or super().can_call(node, function)
 
     def _done(self, statement: ast.stmt) -> tuple[Any] | None:
-        if isinstance(statement, ast.With):  # such as numpy.errstate
-            return self.run(statement.body)
-        result = super()._done(statement)
-        if isinstance(statement, ast.Return) and statement.value is not None:
-            self.returned.append(self._spot(statement.value))
-        return result
+        match statement:
+            case ast.With(body=body):  # such as numpy.errstate
+                return self.run(body)
+            case ast.Return(value=ast.expr() as node):
+                result = super()._done(statement)
+                self.returned.append((self, node))
+                return result
+        return super()._done(statement)
 
-    def _spot(self, node: ast.expr) -> _Spot:
-        return _Spot(self.place.code.co_filename, node, super().value)
+
+_Spot = tuple[_Numbers, ast.expr]
+"""An expression of a frame that is to change."""
 
 
 def of_function(schedules: Iterable[LRScheduler], why: str) -> Cure | None:
     """Return the cure of a schedule's function that returns inf, NaN or a number below 0 now.
 
-    Each function is evaluated without effects, with the number of the schedule's step.
+    Each function is evaluated without effects, with the number of the schedule's step. What changes
+    is what first makes inf or NaN, or the number below 0 that is returned.
     """
-    for schedule in schedules:
-        for function in getattr(schedule, "lr_lambdas", ()):
-            value, spot = _called(function, schedule.last_epoch)
-            if spot is None:
-                continue
-            ends = _where_it_ends(function, schedule.last_epoch) if value < 0 else ""
+    functions = [(each, f) for each in schedules for f in getattr(each, "lr_lambdas", ())]
+    for schedule, function in functions:
+        frame = _Numbers(Place(of_function.__code__, 0, {}), {}, None, Run({}))
+        call = function if inspect.isroutine(function) else function.__call__
+        step, value = schedule.last_epoch, 0.0
+        with _quietly():
+            value = frame.result_of(call, [step], {}) + 0.0
+        spots = frame.bad[:1] if _is_bad(value) else frame.returned[-1:] if value < 0 else []
+        for spot in spots:
+            ends = "" if _is_bad(value) else _where_it_ends(function, step)
             called = getattr(function, "__name__", type(function).__name__)
             of = f"{type(schedule).__name__} multiplies it by {called}"
-            return _of_spot(spot, f"{why}: {of}({schedule.last_epoch}), which is {value:g}", ends)
+            return _of_spot(*spot, f"{why}: {of}({step}), which is {value:g}", ends)
     return None
 
 
@@ -133,8 +136,8 @@ def of_lines(name: str, why: str) -> Cure | None:
         for node in (*_expressions_of(scope, name), *_setters_in(scope, name, frame)):
             with _quietly():
                 frame.value(node)
-            if frame.made_bad:
-                return _of_spot(frame.made_bad[0], why)
+            if frame.bad:
+                return _of_spot(*frame.bad[0], why)
     return None
 
 
@@ -174,21 +177,6 @@ def _sets(target: ast.AST, name: str) -> bool:
     return False
 
 
-def _called(function: Any, step: int) -> tuple[float, _Spot | None]:
-    """Evaluate a function; return its value, and the expression to change, if the value is wrong.
-
-    That is the one that first makes inf or NaN, or the one that returns a number below 0.
-    """
-    call = function if inspect.isroutine(function) else function.__call__
-    frame = _Numbers(Place(_called.__code__, 0, {}), {}, None, Run({}))
-    with _quietly():
-        value = frame.result_of(call, [step], {})
-        if _is_bad(value):
-            return math.nan, next(iter(frame.made_bad), None)
-        return float(value), frame.returned[-1] if value < 0 else None
-    return 0.0, None
-
-
 def _where_it_ends(function: Any, now: int) -> str:
     """Return where a function fell below 0, by calls of it."""
     is_below: Callable[[int], bool] = lambda step: float(function(step)) < 0  # noqa: E731
@@ -200,22 +188,22 @@ def _is_bad(value: object) -> bool:
     return isinstance(value, complex) or (isinstance(value, Real) and not math.isfinite(value))
 
 
-def _of_spot(spot: _Spot, why: str, ends: str = "") -> Cure:
+def _of_spot(frame: _Numbers, node: ast.expr, why: str, ends: str = "") -> Cure:
     """Return the cure that changes a divisor of 0 to 1, a base below 0 to 0, or a result to 0."""
-    source = Source(spot.file)
-    part, bound = spot.node, "max({}, 0.0)"
-    match spot.node:
+    file, value = frame.place.code.co_filename, frame.value
+    source, part, bound = Source(file), node, "max({}, 0.0)"
+    match node:
         case _ if ends:
             said = "; below 0, each step raises the loss; at 0 none is taken"
-        case ast.BinOp(op=ast.Div(), right=part) if spot.value(part) == 0:
+        case ast.BinOp(op=ast.Div(), right=part) if value(part) == 0:
             bound, said = "max({}, 1)", f": `{ast.unparse(part)}` is 0 there"
-        case ast.BinOp(left=part, op=ast.Pow()) | ast.Call(args=[part, *_]) if spot.value(part) < 0:
-            said = f": `{ast.unparse(part)}` is {spot.value(part):g} there"
+        case ast.BinOp(left=part, op=ast.Pow()) | ast.Call(args=[part, *_]) if value(part) < 0:
+            said = f": `{ast.unparse(part)}` is {value(part):g} there"
         case part:
-            bound, said = "", f": `{ast.unparse(part)}` is {spot.value(part)} there"
+            bound, said = "", f": `{ast.unparse(part)}` is {value(part)} there"
     edits = source.edited() if bound and source.put(part, bound) else None
     if not edits:
-        line = linecache.getline(spot.file, part.lineno).strip()
-        return Cure("code", f"{why}{said}{ends}\n{short_path(spot.file)}:{part.lineno}: {line}")
+        line = linecache.getline(file, part.lineno).strip()
+        return Cure("code", f"{why}{said}{ends}\n{short_path(file)}:{part.lineno}: {line}")
     text = "\n".join(dedent(edit.text) for edit in edits)
     return Cure("code", text, edits=tuple(edits), remarks=(f"{why}{said}{ends}",))
