@@ -17,6 +17,7 @@ from halfstep._tools.watch import schedules
 from halfstep._tools.watch.call_log import CallLog
 from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.growth import Growth
+from halfstep._tools.watch.optimizers import of_high_rate
 from halfstep._tools.watch.watch import Watch
 
 
@@ -309,6 +310,12 @@ def test_the_usual_loss_is_that_of_its_line() -> None:
         growth.note_loss(loss, step, line)
     usual = [growth.usual(18, line).loss for line in (*lines, None)]
     assert usual == [100.0, 1.0, None]
+
+
+def test_a_clipping_names_the_variable_of_the_model() -> None:
+    solver = nn.Linear(2, 2)
+    text = of_high_rate(torch.optim.SGD(solver.parameters(), 0.1), [1.0, 2e3], clips=True)
+    assert "(solver.parameters(), 1.0)" in text
 
 
 @pytest.mark.whole_trials

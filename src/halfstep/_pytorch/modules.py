@@ -52,9 +52,9 @@ LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 
 
 def makers_of_batches(iterator: Any) -> tuple[Any, list[Any]]:
-    """Return the data set of an iterator of a DataLoader, and functions that may make batches."""
+    """Return the data set of an iterator of a DataLoader, and what may make batches, last first."""
     dataset, names = iterator._dataset, ("__getitem__", "__getitems__", "__iter__")
-    return dataset, [*(getattr(type(dataset), n, None) for n in names), iterator._collate_fn]
+    return dataset, [iterator._collate_fn, *(getattr(type(dataset), n, None) for n in names)]
 
 
 # (module, name): what registers a hook on the backward passes of all modules.

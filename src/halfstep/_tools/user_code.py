@@ -8,7 +8,7 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
@@ -59,11 +59,15 @@ class Place(NamedTuple):
         return Line(code.co_filename, number, code.co_name, text)
 
     @property
+    def node(self) -> ast.expr | ast.stmt | None:
+        """Its code; None if the file has none of its extent."""
+        return tree_of(self.code.co_filename).at.get(span_of(self.code, self.instruction))
+
+    @property
     def statement(self) -> ast.stmt | None:
-        """The innermost statement of its code; None if the file has none of its extent."""
-        tree = tree_of(self.code.co_filename)
-        node = tree.at.get(span_of(self.code, self.instruction))
-        return None if node is None else tree.statement(node)
+        """The innermost statement of its code."""
+        node = self.node
+        return None if node is None else tree_of(self.code.co_filename).statement(node)
 
     def is_at(self, other: Place) -> bool:
         """Return whether both are the same instruction, even if the code was compiled again."""
@@ -139,10 +143,9 @@ def user_place() -> Place | None:
 
 def user_spot() -> Spot | None:
     """Return the current expression of the user's code."""
-    frame, place = _user_frame(), user_place()
-    if frame is None or place is None:
+    place, names = user_place(), names_here()
+    if place is None:
         return None
-    names = place.names if frame.f_code in CALLED_AGAIN else {**place.names, **frame.f_locals}
     span = span_of(place.code, place.instruction)
     if None in span:
         return Spot(place.line)
@@ -152,6 +155,14 @@ def user_spot() -> Spot | None:
         if isinstance(node, ast.Attribute) and isinstance(_value_of(node, names), (int, float)):
             numbers.add(ast.unparse(node))
     return Spot(place.line, span, frozenset(modules), frozenset(numbers))  # type: ignore[arg-type]
+
+
+def names_here() -> dict[str, Any]:
+    """Return the values of the names at :func:`user_line`; of a repeated call, the globals."""
+    frame, place = _user_frame(), user_place()
+    if frame is None or place is None:
+        return {}
+    return place.names if frame.f_code in CALLED_AGAIN else {**place.names, **frame.f_locals}
 
 
 def _value_of(node: ast.expr, names: dict[str, Any]) -> Any:
@@ -301,6 +312,17 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
             code, line, around, own, is_again = at.code, at.line.number, at.names, {}, True
         if is_users(code.co_filename):
             yield code, line, {n: around[n] for n in code.co_names if n in around} | own
+
+
+def model_of(weights: Iterable[Tensor]) -> str:
+    """Return the name of the variable that is the smallest module with all weights, or "model"."""
+    wanted, found = set(map(id, weights)), list[tuple[int, str]]()
+    for _, _, names in _known_names():
+        for name, value in names.items():
+            if isinstance(value, nn.Module) and name != "self":
+                held = set(map(id, value.parameters()))
+                found += [(len(held), name)] * (wanted <= held)
+    return min(found, default=(0, "model"))[1]
 
 
 def is_of_batch(tensor: Tensor) -> bool:

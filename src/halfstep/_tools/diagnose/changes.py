@@ -170,7 +170,10 @@ class Changes(Source):
         if (item := item_of(slot)) is not None:
             return self._bind_again(node, item, change.expression)
         if isinstance(slot, int):
-            return self._wrap_each(argument(node, change), change)
+            given = argument(node, change)
+            if change.expression.count("{0}") > 2 and isinstance(given, ast.expr):
+                self._name(given, change.function)
+            return self._wrap_each(given, change)
         return isinstance(node, ast.Call) and self._put_keyword(node, slot, change)
 
     def call(self, placed: Placed) -> ast.expr | None:
@@ -304,6 +307,11 @@ class Changes(Source):
         if is_kept:
             self.change(node, lambda _: name)
         return name
+
+    def _name(self, node: ast.expr, function: str) -> None:
+        """Compute a long expression that is read more than once before its statement."""
+        if not all(map(_is_short, ast.walk(node))):
+            self._hoist(node, self.tree.statement(node), function, is_kept=True)
 
     def new_name(self, function: str) -> ast.Name:
         """Return a name that the file does not use, for an argument of a function."""

@@ -7,6 +7,7 @@ arguments, as if the line had been edited.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +45,7 @@ from halfstep._tools.diagnose.edits import (
     is_singular,
     item_slot,
     row_name,
+    shifts_of,
     within,
 )
 from halfstep._tools.diagnose.flaws import Flaw, flaw_of
@@ -315,6 +317,9 @@ OF_PARAMETER = (
     "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
 )
+SHIFTED = "it is an equal formula: with another shift the losses are the same"
+_SAME = 1e-2
+"""The largest relative difference of two losses that are the same."""
 OF_COVARIANCE = (
     "keep {names} above 0, as by F.softplus({first}) + 1e-4 in place of {first}, and so each other "
     "variance in the matrix: where one is below 0, it is not positive definite"
@@ -335,6 +340,9 @@ def of_maths(
     if form is None and call is not None and (of_domain := _of_covariance(trial, call)) is not None:
         return of_domain
     makers = trial.makers(blame.forward_number)
+    before = [*filter(None, [call]), *(maker.call for maker in makers)]
+    if form is None and (shifted := _of_shift(trial, before)) is not None:
+        return shifted
     of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
     cures = chain(of_exponents, _of_calls(trial, blame, call, makers))
     cure = _best(trial, blame, makers, cures)
@@ -345,6 +353,34 @@ def of_maths(
     said = form.text.replace("\n", "; ")
     trial.replayer.notes.append(f"a stable form is finite too: {said}")
     return cure
+
+
+def _of_shift(trial: CureTrial, before: Iterable[UserCall]) -> Cure | None:
+    """Return exponents less the largest one as the cure, if they are those of a softmax by hand.
+
+    They are if a later call divides by what is computed of them, and the losses of the first steps
+    are the same with another shift.
+    """
+    exp = next((each for each in before if is_exponential(each.function)), None)
+    if exp is None or (calls := trial.divides_by(exp)) is None:
+        return None
+    sums = calls.after(exp, ("index_add", "scatter_add"))
+    indices = ((row_name(each.function), _index_in(each)) for each in sums)
+    for edit, more in shifts_of((name, index) for name, index in indices if index):
+        one, other = (of_edit(trial, exp, each) for each in (edit, more))
+        pairs = zip(one.losses[:2], other.losses, strict=False) if one and other else ()
+        is_equal = [math.isclose(*pair, rel_tol=_SAME) for pair in pairs]
+        if one and any(is_equal) and all(is_equal) and flaw_of(one, trial.usual) < Flaw.NO_CURE:
+            return replace(one, remarks=(SHIFTED, *one.remarks))
+    return None
+
+
+def _index_in(call: UserCall) -> str:
+    """Return the expression of the index in a call that adds values to places; else empty."""
+    match call.place.node:
+        case ast.Call(args=[*_, index, _]):
+            return ast.unparse(index)
+    return ""
 
 
 def _of_covariance(trial: CureTrial, call: UserCall) -> Cure | None:

@@ -1,14 +1,16 @@
 """Edits of calls that keep PyTorch's functions away from values where they are undefined.
 
 An edit is an expression in which ``{}`` stands for the original code: an argument or the call
-itself. A replay evaluates the same expression that the diagnosis shows.
+itself. It may have names of the user's function. A replay evaluates the same expression that the
+diagnosis shows.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +159,11 @@ def _smoothed(value: Any, eps: float) -> str | None:
     return f"F.softplus({{}}) + {eps:g}" if value.dtype in HALVES else "F.softplus({})"
 
 
+def _of_weights(text: str) -> Expression:
+    """Edit what is computed of weights; data would become other data."""
+    return lambda value, eps: text if isinstance(value, Tensor) and value.requires_grad else None
+
+
 def _log1p(value: Any, eps: float) -> str | None:
     """Take the logarithm of counts, of which some are 0, plus 1."""
     return "torch.log1p({})" if isinstance(value, Tensor) and _are_counts(value) else None
@@ -180,6 +187,11 @@ def _raised_if_exact(value: Any, eps: float) -> str | None:
 
 
 def _raised(value: Any, eps: float) -> str | None:
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
+        sizes = value.detach().abs()
+        sizes = sizes[(sizes > 0) & sizes.isfinite()]
+        if sizes.numel() > 1 and float(sizes.median()) < eps:  # it would take the place of most
+            eps *= 1e-10 if value.dtype is torch.float32 else 1e-2
     is_number = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     return f"{{}} + {eps:g}" if is_number else None
 
@@ -345,12 +357,43 @@ def _normed(value: Any, eps: float) -> str | None:
 NORM = Edit((0,), _normed)
 """A norm of what a call reads, if that grows from call to call."""
 
+
+def shifts_of(sums: Iterable[tuple[str, str]]) -> Iterator[tuple[Edit, Edit]]:
+    """Yield edits that take the largest exponent from all, and others that take more from each.
+
+    ``sums`` are functions that sum over segments, and the expressions of their indices.
+    """
+    for function, index in sums:
+        yield _shifts_by(partial(_largest_of_segment, function, index))
+    yield _shifts_by(lambda value: "{0}.detach().amax(-1, keepdim=True)" if value.dim() > 1 else "")
+    yield _shifts_by(lambda value: "{0}.detach().max()")
+
+
+def _shifts_by(shift: Callable[[Tensor], str]) -> tuple[Edit, Edit]:
+    def by(rest: str) -> Edit:
+        def expression(value: Any, eps: float) -> str | None:
+            text = shift(value) if isinstance(value, Tensor) and value.is_floating_point() else ""
+            return f"{{0}} - {text}{rest.format(text)}" if text else None
+
+        return Edit((0,), expression)
+
+    return by(""), by(" - 2 - torch.cos({0})")
+
+
+def _largest_of_segment(function: str, index: str, value: Tensor) -> str:
+    is_of_rows = value.dim() == 1 or function == "index_add"
+    places = f"{index}[:, None].expand_as({{0}})" if is_of_rows and value.dim() == 2 else index
+    made = f"{{0}}.new_full((int({index}.max()) + 1, *{{0}}.shape[1:]), -torch.inf)"
+    made += f'.scatter_reduce(0, {places}, {{0}}.detach(), "amax")'
+    return f"{made}[{index}]" if is_of_rows else f"{made}.gather(0, {index})"
+
+
 _LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
 """Functions whose results have any sign."""
 _OF_EXPONENTS = (
-    Edit((CALL,), _limited("-30", "10")),
-    Edit((CALL,), _limited("-30", "20")),
-    Edit((CALL,), _is("2 * torch.tanh({} / 2)")),
+    Edit((CALL,), _of_weights("{}.clamp(-30, 10)")),
+    Edit((CALL,), _of_weights("{}.clamp(-30, 20)")),
+    Edit((CALL,), _of_weights("2 * torch.tanh({} / 2)")),
 )
 _OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
 RECTIFIERS = ("relu", "clamp", "clamp_min")

@@ -101,7 +101,7 @@ class OpInspection(OpObserver):
                 described, limit = operand(output, self._name_of(output)), torch.finfo(output.dtype)
                 self.bad = replace(self.bad, output=described, limit=limit.max)
                 gives = f"the cast gives {'inf' if described.inf else 'NaN'}"
-                entries = bad_entries(output) if call.name == "_to_copy" else ""
+                entries = bad_entries(output, call.given[0]) if call.name == "_to_copy" else ""
                 self.notes += [gives + entries] * bool(entries)
                 self.notes += [*_mean_in_place(call, self.bad), *_too_short(call)]
 
@@ -207,11 +207,12 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
     return "a tensor without a name"
 
 
-def bad_entries(tensor: Tensor) -> str:
+def bad_entries(tensor: Tensor, cast: Tensor | None = None) -> str:
     """Return " in row 3 of 32 (from 0)" for the entries of a tensor that are not finite.
 
     Rows or columns are left out if all are bad. Of inf in float16, the largest of the finite
-    values in these columns follows, since they may not have fitted it. Sync: several.
+    values in these columns follows, or of what a cast has read, as they may not have fitted it.
+    Sync: several.
     """
     values = float_values(tensor)
     if values is None or values.shape != tensor.shape:
@@ -221,7 +222,8 @@ def bad_entries(tensor: Tensor) -> str:
     text = f" in {entries}" if entries else ""
     is_overflow = bool(values.isinf().any()) and not bool(values.isnan().any())
     if values.dtype is torch.float16 and values.dim() == 2 and is_overflow:
-        finite = values.nan_to_num(0.0, 0.0, 0.0)[:, bad.any(0)]
+        read = values if cast is None else cast.detach()
+        finite = read.nan_to_num(0.0, 0.0, 0.0)[:, bad.any(0)]
         largest = float(finite.abs().max())
         end = f" (values there reach {largest:,.0f}, and float16 ends at 65,504: keep float32)"
         text += end if largest > _LARGE_IN_FLOAT16 else ""

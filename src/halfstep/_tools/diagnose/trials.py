@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from halfstep._autocast import HALVES
 from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import Cure, short_error
+from halfstep._tools.diagnose.edits import DIVISIONS
 from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.several_steps import (
     LEAST_STEPS,
@@ -40,6 +42,7 @@ from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import OutOfTime, Replayer, StepRun
 from halfstep._tools.replay.variant import EnteredAutocast, Variant
 from halfstep._tools.trace.ops import OpPlace, makes_no_values
+from halfstep._tools.user_code import model_of
 
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
@@ -50,8 +53,8 @@ MOST_SECONDS = 3.0
 """The longest time for several steps, in seconds."""
 NOT_TRIED = "not tried over several steps"
 CLIPPED = (
-    "clip the gradients before each step, too: torch.nn.utils.clip_grad_norm_(model.parameters(), "
-    "{limit}); without that {why}"
+    "clip the gradients before each step, too: "
+    "torch.nn.utils.clip_grad_norm_({model}.parameters(), {limit}); without that {why}"
 )
 
 
@@ -126,6 +129,15 @@ class CureTrial:
                 add(part.number, part, part.maker, part.size)
         return found[1:]
 
+    def divides_by(self, call: UserCall) -> UserCalls | None:
+        """Replay the step; return its calls if a later one divides by what a call has led to."""
+        origins, calls = Origins(), UserCalls(self.replayer.num_ops)
+        with self.replayer.run(Variant(scale=self.scale), origins, calls.active()):
+            later = chain.from_iterable(each.ops for each in calls.after(call, DIVISIONS))
+            before = chain.from_iterable(map(origins.before_divisor, later))
+            makers = (calls.call_of(origin.number) for _, origin in before)
+            return calls if any(made and made.is_at(call) for made in makers) else None
+
     def is_finite(self, **changes: Any) -> bool:
         """Return whether a replay with changes is finite; the scale is the step's by default."""
         return self.blame(**changes) is None
@@ -155,7 +167,9 @@ class CureTrial:
                 limit = float(f"{steps.norm_before:.0e}") if steps.norm_before > 0 else 1.0
                 clipped = self._several_steps(change, replace(usual, max_norm=limit), changes)
                 if clipped.num >= LEAST_STEPS and not failures_of(clipped):
-                    remarks.append(CLIPPED.format(limit=f"{limit:g}", why=failures[0]))
+                    model = model_of(() if self.model is None else self.model.parameters())
+                    said = CLIPPED.format(model=model, limit=f"{limit:g}", why=failures[0])
+                    remarks.append(said)
                     steps, failures = clipped, []
         except OutOfTime:
             return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))
@@ -301,6 +315,13 @@ class Origins(OpObserver):
                 is_reader = number not in made and any(each in made for each in origin.parents)
             if is_reader:
                 yield number
+
+    def before_divisor(self, number: int) -> Iterator[tuple[int, Origin]]:
+        """Yield the ops before the divisor of an op, if it divides by a computed tensor."""
+        origin = self._ops.get(number)
+        least = 1 if origin is not None and origin.op == "reciprocal" else 2
+        if origin is not None and len(origin.parents) >= least:
+            yield from self.before_op(origin.parents[-1])
 
     def before_op(self, number: int) -> Iterator[tuple[int, Origin]]:
         """Yield an op and the ops before it with their distances, the nearest ones first."""

@@ -34,6 +34,7 @@ from halfstep._tools.user_code import (
     is_called_by_a_scaler,
     is_given_to_module,
     may_be_rows,
+    names_here,
     torch_modules,
     user_place,
     user_spot,
@@ -209,7 +210,7 @@ class UserCalls(TorchFunctionMode):
                 module = ""
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
-        result = value_with(text, value)
+        result = value_with(text, value, names_here())
         is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
@@ -73,7 +74,7 @@ class _Jump(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """What the frames of an evaluation share."""
 
     edits: Edits
@@ -84,10 +85,10 @@ class _Run:
 
 
 @dataclass(frozen=True, eq=False)
-class _Frame(Call):
+class Frame(Call):
     """A copy of a frame, in which statements are evaluated."""
 
-    all: _Run = None  # type: ignore[assignment]
+    all: Run = None  # type: ignore[assignment]
 
     def value(self, node: ast.AST | None) -> Any:
         try:
@@ -102,7 +103,7 @@ class _Frame(Call):
         text = None if node is None else self.all.edits.get(node)
         return value if text is None else value_with(text, value, self.local, self.place.names)
 
-    def at(self, node: Any) -> _Frame:
+    def at(self, node: Any) -> Frame:
         return replace(self, other=node)
 
     def _value(self, node: ast.AST | None) -> Any:
@@ -162,22 +163,25 @@ class _Frame(Call):
             methods = {each: staticmethod(self._method(of, each)) for each in names}
             again = type(of.__name__, (torch.autograd.Function,), methods)
             return getattr(again, name)(*args)
-        return self._users(function, args, named)
+        return self.result_of(function, args, named)
 
     def _method(self, function: type, name: str) -> Any:
         def method(*args: Any) -> Any:
-            return self._users(own, [*args], {})
+            return self.result_of(own, [*args], {})
 
         own = getattr(function, name)
         text = self.all.edits.get(function_of(own.__code__), "")
         return value_with(text.partition("\n")[0][1:], None)(method) if text else method
 
-    def _users(self, function: Any, args: list[Any], named: dict[str, Any]) -> Any:
+    def result_of(self, function: Any, args: list[Any], named: dict[str, Any]) -> Any:
         """Evaluate a function, or a module, of the user."""
         if isinstance(function, nn.Module):
             if modules.has_forward_hooks(function):
                 raise LookupError(function)
             function = function.forward
+        if isinstance(function, partial):
+            args, named = [*function.args, *args], function.keywords | named
+            function = function.func
         if isinstance(function, MethodType):
             function, args = function.__func__, [function.__self__, *args]
         function = autograd.without_grad_mode(function)
@@ -187,12 +191,12 @@ class _Frame(Call):
         given.apply_defaults()
         cells = (cell.cell_contents for cell in function.__closure__ or ())
         local = dict(zip(function.__code__.co_freevars, cells, strict=True)) | given.arguments
-        frame = _Frame(Place(function.__code__, 0, function.__globals__), local, None, self.all)
+        place = Place(function.__code__, 0, function.__globals__)
+        frame = replace(self, place=place, local=local, other=None)
         node = function_of(function.__code__)
-        if isinstance(node, ast.Lambda):
-            return frame.value(node.body)
-        returned = next(iter(frame.run(node.body) or ()), None)
-        if returned is _UNKNOWN or not node.body:
+        body = [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body
+        returned = next(iter(frame.run(body) or ()), None)
+        if returned is _UNKNOWN or not body:
             raise LookupError(function)
         return returned
 
@@ -373,15 +377,15 @@ def _is_raised(error: Exception) -> bool:
     return isinstance(error, (_Fails, _Jump, TimeoutError)) or is_about_dtypes(error)
 
 
-def _failure(calls: list[Call], number: int, run: _Run) -> _Fails | None:
+def _failure(calls: list[Call], number: int, run: Run) -> _Fails | None:
     """Evaluate the rest of a frame, and what it calls; return where it fails, if it does.
 
     It ends at code that cannot be evaluated. If a backward pass fails, the forward pass before it
     is evaluated again.
     """
     call = calls[number]
-    frame = _Frame(call.place, {**call.local}, call.node, run)
-    outer = [_Frame(each.place, each.local, each.other, run) for each in calls[:number]]
+    frame = Frame(call.place, {**call.local}, call.node, run)
+    outer = [Frame(each.place, each.local, each.other, run) for each in calls[:number]]
     is_inference = any(isinstance(v, Tensor) and v.is_inference() for v in call.local.values())
     is_whole = any(each.place.code is autograd.ENGINE_CODE for each in calls[number:])
     try:
@@ -412,15 +416,15 @@ def _failure(calls: list[Call], number: int, run: _Run) -> _Fails | None:
 
 def evaluated(call: Call) -> Call:
     """Return a call whose values may be results of functions of the user."""
-    return _Frame(call.place, {**call.local}, call.node, _Run({}))
+    return Frame(call.place, {**call.local}, call.node, Run({}))
 
 
 def error_of(call: Call, edits: Edits, context: str = "") -> Exception | None:
     """Return the error of a call with edits or in a context, or of its backward pass, or None."""
-    frame = _Frame(call.place, {**call.local}, call.node, _Run(edits))
+    frame = Frame(call.place, {**call.local}, call.node, Run(edits))
     try:
         with value_with(context or "torch.no_grad()", None):
-            if isinstance(call, _Frame):
+            if isinstance(call, Frame):
                 with torch.enable_grad():
                     _backward(frame.value(call.node))
             elif isinstance(call.node, ast.stmt):
@@ -477,13 +481,13 @@ def ordered(
     cure after which a later line fails is completed: by casts before the line or there, or by a
     context around an outer call.
     """
-    until, tried = _Run({}).until, list[_Run]()
+    until, tried = Run({}).until, list[Run]()
     first, _ = next(_same_failures(calls, user, until), (None, None))
     if first is None:
         return [(cure, _ran(None, user, line)) for cure in cures]
 
     def fails(edits: Edits) -> _Fails | None:
-        tried.append(_Run(edits, until))
+        tried.append(Run(edits, until))
         return _failure(calls, first, tried[-1])
 
     texts = {text for cure in cures for text in cure.values()}
@@ -512,7 +516,7 @@ def ordered(
     return ran or failing or [(cure, _ran(None, user, line)) for cure in cures]
 
 
-def _ran(run: _Run | None, user: Call, line: Call) -> str:
+def _ran(run: Run | None, user: Call, line: Call) -> str:
     """Return what ran with a cure, and which later line was not tried; None: only the call ran."""
     statement, untried = line.statement, [] if run is None else run.untried
     at = (line.place.code.co_filename, getattr(statement, "lineno", 0))  # of a copy, if edited
@@ -527,7 +531,7 @@ def _ran(run: _Run | None, user: Call, line: Call) -> str:
 
 def differentiated(calls: list[Call], user: Call) -> Call | None:
     """Return the call that made what a failing backward pass cannot differentiate."""
-    made = (each.call for _, each in _same_failures(calls, user, _Run({}).until))
+    made = (each.call for _, each in _same_failures(calls, user, Run({}).until))
     return next((call for call in made if not _is_backward(call.node)), None)
 
 
@@ -536,7 +540,7 @@ def _same_failures(calls: list[Call], user: Call, until: float) -> Iterator[tupl
     failing = calls[: calls.index(user) + 1]
     with suppress(TimeoutError):
         for number in (n for n, call in enumerate(failing) if call.is_users):
-            failure = _failure(calls, number, _Run({}, until))
+            failure = _failure(calls, number, Run({}, until))
             if failure and failure.statement in [call.statement for call in failing[number:]]:
                 yield number, failure
 

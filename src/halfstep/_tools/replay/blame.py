@@ -285,7 +285,7 @@ class BlameTracker(OpObserver):
         real = [cause for cause in causes if not cause.is_meant]
         if real:
             # NaN and inf spread; -inf alone may come from a mask.
-            return min(real, key=lambda cause: (-worst[cause], cause.number))
+            return min(real, key=lambda cause: (-worst[cause], cause.reader))
         return own if makes_nan else min(causes, key=lambda cause: cause.number)
 
     def _as_read(self, call: OpCall, tensor: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import weakref
 from collections import deque
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, starmap
 from statistics import median
+from textwrap import dedent
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
+from halfstep._tools.source import Source
 from halfstep._tools.watch.bad_steps import largest
 from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.inputs import standardise
@@ -60,6 +63,24 @@ def _bound_of(calls: Sequence[KeptCall]) -> str:
     if _LOGARITHMS & names or any("nll" in name for name in names):
         return OF_LIKELIHOOD
     return OF_CRITIC if {"mean", "sum"} & names else f"{OF_LIKELIHOOD}. {OF_CRITIC}"
+
+
+def _of_falling_term(calls: Sequence[KeptCall], losses: Sequence[float]) -> Cure | None:
+    """Return the clamp of what the last difference of calls takes from a loss, or None."""
+    limit = number(10 * max(1.0, *map(abs, losses[:1])))
+    for call in reversed(calls):
+        is_scalar = any(not each.dim() for each in call.still_there() or ())
+        match call.at.node if call.at and is_scalar else None:
+            case ast.BinOp(op=ast.Sub(), right=term) | ast.UnaryOp(op=ast.USub(), operand=term):
+                source = Source(call.at.code.co_filename)  # type: ignore[union-attr]
+                edits = source.put(term, f"{{}}.clamp_max({limit})") and source.edited()
+                text = "\n".join(dedent(each.text) for each in edits or ())
+                remark = (
+                    f"bound the loss from below: it fell, and takes away `{ast.unparse(term)}`, "
+                    f"which gets no gradient above {limit} then"
+                )
+                return Cure("code", text, edits=tuple(edits), remarks=(remark,)) if edits else None
+    return None
 
 
 class _Measured(NamedTuple):
@@ -135,8 +156,9 @@ class Growth:
         step: int,
         model: Callable[[], nn.Module | None],
         written: Callable[[Tensor], list[str]],
+        calls: Callable[[], Sequence[KeptCall]] = tuple,
     ) -> Diagnosis | None:
-        """Measure the largest weight; return the diagnosis of a state with inf or NaN.
+        """Measure the largest weight; return the diagnosis of a state with inf or NaN after calls.
 
         Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after another state was
         loaded, else none.
@@ -156,7 +178,7 @@ class Growth:
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
             checked = [each.step for each in (*known, now)]
             found = with_bad_state(optimizer, model, written, is_loaded=is_loaded, checked=checked)
-            return found and (self.explain(found, step) or found)
+            return found and (self.explain(found, step, calls()) or found)
         return None
 
     def explain(
@@ -187,6 +209,10 @@ class Growth:
             explained = replace(explained, happened=both)
         sizes = [largest(parameters(optimizer)) for optimizer in self._measured]
         size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
+        text = explained.cure.text if explained is not None and explained.cure else ""
+        if explained is not None and OF_LIKELIHOOD in text and OF_CRITIC in text:
+            term = _of_falling_term(calls, [loss for _, loss in [[(0, 0.0)], *self._series()][-1]])
+            explained = replace(explained, cure=term or explained.cure)
         if explained is not None:
             self._explained = min(self._explained, size)
         elif size > self._explained / 10:
@@ -270,7 +296,9 @@ class Growth:
         self, found: Diagnosis, step: int, calls: Sequence[KeptCall]
     ) -> Diagnosis | None:
         """Return the diagnosis of a tensor of the script that has grown, also to inf, or None."""
-        grown = self._carried.grown(calls, step, are_bad=found.verdict == "data")
+        grown = self._carried.grown(
+            calls, step, are_bad=found.verdict == "data" and found.bad is not None
+        )
         if grown is None:
             return None
         happened, cure = f"the run diverges: {grown[0]}", Cure("code", grown[1])

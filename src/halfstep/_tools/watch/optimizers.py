@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from numbers import Real
+from numbers import Number
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep._common.numbers import listed, number, power
+from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
-from halfstep._tools.user_code import is_users, tree_of, user_line
+from halfstep._tools.user_code import is_users, model_of, tree_of, user_line
 from halfstep._tools.watch.schedules import (
     lines_that_set,
     lines_with,
     of_function,
+    of_lines,
     schedules_of,
 )
 
@@ -46,14 +48,15 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
     Sync: none; a setting that is a tensor on an accelerator is not read.
     """
     for name, value in _settings(optimizer):
-        if not math.isfinite(value):
+        if isinstance(value, complex) or not math.isfinite(value):
             of, line = type(optimizer).__name__, user_line()
             schedules = schedules_of(optimizer) if name == "lr" else []
             why = f"{name} of {of} is {value}, and so is every weight after this step"
             names = {name, *(type(each).__name__ for each in schedules)}
             text = f"{why}: check what sets it: optimizer.param_groups[0][{name!r}]"
             lines = lines_that_set(names, [line.file] if line else [])
-            cure = of_function(schedules, why) or Cure("data", "\n".join([text, *lines]))
+            cure = of_function(schedules, why) or of_lines(name, why)
+            cure = cure or Cure("data", "\n".join([text, *lines]))
             return Diagnosis("data", tensor=f"{name} of {of}", cure=cure)
     return None
 
@@ -96,14 +99,14 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
 
 
-def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float | complex]]:
     for group in _groups(optimizer):
         for name in _SETTINGS.intersection(group):
             value = group[name]
             for each in value if isinstance(value, tuple) else (value,):
                 on_cpu = isinstance(each, Tensor) and each.device.type == "cpu"
-                if isinstance(each, Real) or (on_cpu and each.numel() == 1):
-                    yield name, float(each)
+                if isinstance(each, Number) or (on_cpu and each.numel() == 1):
+                    yield name, each if isinstance(each, complex) else float(each)
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -149,7 +152,7 @@ def with_bad_state(
 def _between(good: int, bad: int) -> str:
     """Return in which step the state went bad that was finite before the first of two steps."""
     which = f"step {good}" if bad == good + 1 else f"one of the steps {good} to {bad - 1}"
-    return f"it was finite before step {good}, so it went bad in {which}"
+    return f"the state was finite before step {good}, so it went bad in {which}"
 
 
 def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:
@@ -191,7 +194,8 @@ _BOUNDS = {
 
 def rate_of(optimizer: Optimizer) -> float:
     """Return the largest learning rate of an optimizer; 0 if it has none."""
-    return max((float(group["lr"]) for group in _groups(optimizer) if "lr" in group), default=0.0)
+    rates = (group["lr"].real for group in _groups(optimizer) if "lr" in group)
+    return max(map(float, rates), default=0.0)
 
 
 def first_rate(optimizer: Optimizer, measured: float) -> float:
@@ -213,7 +217,8 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
-    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    model = model_of(parameters(optimizer))
+    clip = f"torch.nn.utils.clip_grad_norm_({model}.parameters(), 1.0)"
     # Steps of Adam and its like are as long with smaller gradients.
     clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text
@@ -236,7 +241,9 @@ def of_raised_rate(optimizer: Optimizer, begun: float, files: Iterable[str]) -> 
 
 def of_negative_rate(optimizer: Optimizer, files: Iterable[str]) -> Cure | None:
     """Return the cure of a learning rate below 0, with which steps raise the loss, or None."""
-    rates = [float(group.get("lr", 0)) for group in _groups(optimizer) if not group.get("maximize")]
+    rates = [
+        float(group.get("lr", 0).real) for group in _groups(optimizer) if not group.get("maximize")
+    ]
     rate, schedules = min(rates, default=0.0), schedules_of(optimizer)
     if not rate < 0:
         return None

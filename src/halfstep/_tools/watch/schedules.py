@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import ast
 import gc
+import inspect
 import linecache
 import math
 import re
 import sys
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
-from numbers import Real
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from numbers import Number, Real
 from textwrap import dedent
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep._pytorch import autograd
 from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.dtype_errors.failing_call import function_of
+from halfstep._tools.dtype_errors.rest import Frame, Run
 from halfstep._tools.line import short_path
 from halfstep._tools.source import Source
-from halfstep._tools.user_code import is_of_package, is_users, tree_of
+from halfstep._tools.user_code import Place, is_of_package, is_users, tree_of
+
+_NAMES = (ast.Name, ast.Attribute)
 
 
 def schedules_of(optimizer: Optimizer) -> list[LRScheduler]:
@@ -61,72 +68,113 @@ def lines_with(file: str, names: Collection[str]) -> list[str]:
 # --- functions of schedules -----------------------------------------------------------------------
 
 
-class _Spot(NamedTuple):
-    """Line of a function, and the names that it knows there."""
+@dataclass(frozen=True, eq=False)
+class _Numbers(Frame):
+    """A copy of a frame that notes which expressions make numbers that are not finite.
 
-    code: CodeType
-    number: int
-    names: dict[str, Any]
+    So is a complex number, of a root of one below 0.
+    """
+
+    bad: list[_Spot] = field(default_factory=list)  # the innermost first
+    returned: list[_Spot] = field(default_factory=list)  # the outermost last
+
+    def value(self, node: ast.AST | None) -> Any:
+        value = super().value(node)
+        if isinstance(node, (ast.BinOp, ast.Call)) and _is_bad(value):
+            self.bad.append((self, node))
+        return value
+
+    def can_call(self, node: ast.Call, function: Any) -> bool:
+        is_number = isinstance(function, type) and issubclass(function, Number)
+        return is_number or super().can_call(node, function)
+
+    def _done(self, statement: ast.stmt) -> tuple[Any] | None:
+        match statement:
+            case ast.With(body=body):  # such as numpy.errstate
+                return self.run(body)
+            case ast.Return(value=ast.expr() as node):
+                result = super()._done(statement)
+                self.returned.append((self, node))
+                return result
+        return super()._done(statement)
+
+
+_Spot = tuple[_Numbers, ast.expr]
+"""An expression of a frame that is to change."""
 
 
 def of_function(schedules: Iterable[LRScheduler], why: str) -> Cure | None:
     """Return the cure of a schedule's function that returns inf, NaN or a number below 0 now.
 
-    Each function is called once more, with the number of the schedule's step.
+    Each function is evaluated without effects, with the number of the schedule's step. What changes
+    is what first makes inf or NaN, or the number below 0 that is returned.
     """
-    for schedule in schedules:
-        for function in getattr(schedule, "lr_lambdas", ()):
-            value, spot = _called(function, schedule.last_epoch)
-            if spot is None:
-                continue
-            source, file = Source(spot.code.co_filename), spot.code.co_filename
-            said = [*_changed(source, spot, is_finite=math.isfinite(value))]
-            if value < 0:
-                said.append(_where_it_ends(function, schedule.last_epoch))
-            edits = source.edited() if said else None
+    functions = [(each, f) for each in schedules for f in getattr(each, "lr_lambdas", ())]
+    for schedule, function in functions:
+        frame = _Numbers(Place(of_function.__code__, 0, {}), {}, None, Run({}))
+        call = function if inspect.isroutine(function) else function.__call__
+        step, value = schedule.last_epoch, 0.0
+        with _quietly():
+            value = frame.result_of(call, [step], {}) + 0.0
+        spots = frame.bad[:1] if _is_bad(value) else frame.returned[-1:] if value < 0 else []
+        for spot in spots:
+            ends = "" if _is_bad(value) else _where_it_ends(function, step)
             called = getattr(function, "__name__", type(function).__name__)
             of = f"{type(schedule).__name__} multiplies it by {called}"
-            remark = f"{why}: {of}({schedule.last_epoch}), which is {value:g}{''.join(said)}"
-            if not edits:
-                line = linecache.getline(file, spot.number).strip()
-                return Cure("code", f"{remark}\n{short_path(file)}:{spot.number}: {line}")
-            text = "\n".join(dedent(edit.text) for edit in edits)
-            return Cure("code", text, edits=tuple(edits), remarks=(remark,))
+            return _of_spot(*spot, f"{why}: {of}({step}), which is {value:g}", ends)
     return None
 
 
-def _called(function: Any, step: int) -> tuple[float, _Spot | None]:
-    """Call a function; return its value, and the line that is to change, if the value is wrong.
+def of_lines(name: str, why: str) -> Cure | None:
+    """Return the cure of the formula by which a running function sets a number to inf or NaN."""
+    for running in autograd.frames():
+        code = running.f_code
+        if not is_users(code.co_filename):
+            continue
+        place, scope = Place(code, running.f_lasti, running.f_globals), function_of(code)
+        frame = _Numbers(place, {**running.f_locals}, None, Run({}))
+        for node in (*_expressions_of(scope, name), *_setters_in(scope, name, frame)):
+            with _quietly():
+                frame.value(node)
+            if frame.bad:
+                return _of_spot(*frame.bad[0], why)
+    return None
 
-    That is the line that first makes inf or NaN, or the one that returns a number below 0.
-    """
-    first: list[_Spot] = []
-    lines: dict[FrameType, int] = {}
-    last: _Spot | None = None
 
-    def trace(frame: FrameType, event: str, result: Any) -> Any:
-        nonlocal last
-        if not is_users(frame.f_code.co_filename):
-            return None
-        is_return = event == "return"
-        number = frame.f_lineno if is_return else lines.get(frame, frame.f_lineno)
-        spot = _Spot(frame.f_code, number, {**frame.f_globals, **frame.f_locals})
-        if any(map(_is_bad, [result] if is_return else frame.f_locals.values())):
-            first.append(spot)
-        lines[frame] = frame.f_lineno
-        last = spot if is_return else last
-        return trace
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """End the block at an error of the user's code; ignore warnings, which it has given before."""
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")
+        yield
 
-    value, before = 0.0, sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with suppress(Exception):  # raised by the user's function
-            value = float(function(step))
-    finally:
-        sys.settrace(before)
-    if not math.isfinite(value):
-        return value, next(iter(first), None)
-    return value, last if value < 0 else None
+
+def _expressions_of(scope: ast.AST, name: str) -> Iterator[ast.expr]:
+    """Yield what a function stores as items of a name, and what it assigns to the names in that."""
+    assigned = [each for each in ast.walk(scope) if isinstance(each, ast.Assign)]
+    todo = [each for each in assigned if _sets(each.targets[0], name)]
+    for each in todo:
+        yield each.value
+        read = {ast.unparse(part) for part in ast.walk(each.value) if isinstance(part, _NAMES)}
+        todo += [a for a in assigned if a not in todo and ast.unparse(a.targets[0]) in read]
+
+
+def _setters_in(scope: ast.AST, name: str, frame: Frame) -> Iterator[ast.Call]:
+    """Yield the calls of functions of the user that store items of a name."""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Call):
+            with _quietly():
+                code = inspect.unwrap(frame.value(node.func)).__code__
+                parts = ast.walk(function_of(code)) if is_users(code.co_filename) else ()
+                if any(_sets(part, name) for part in parts):
+                    yield node
+
+
+def _sets(target: ast.AST, name: str) -> bool:
+    match target:
+        case ast.Subscript(slice=ast.Constant(value), ctx=ast.Store()):
+            return bool(value == name)
+    return False
 
 
 def _where_it_ends(function: Any, now: int) -> str:
@@ -137,20 +185,25 @@ def _where_it_ends(function: Any, now: int) -> str:
 
 
 def _is_bad(value: object) -> bool:
-    return isinstance(value, Real) and not math.isfinite(value)
+    return isinstance(value, complex) or (isinstance(value, Real) and not math.isfinite(value))
 
 
-def _changed(source: Source, spot: _Spot, *, is_finite: bool) -> Iterator[str]:
-    """Change a divisor of 0 in a line to 1, or bound what it returns by 0; yield what was found."""
-    for node in source.tree.parents:
-        if getattr(node, "lineno", 0) != spot.number:
-            continue
-        match node:
-            case ast.BinOp(op=ast.Div(), right=divisor) if not is_finite:
-                with suppress(Exception):  # raised by the user's names
-                    text = ast.unparse(divisor)
-                    if eval(text, spot.names) == 0 and source.put(divisor, "max({}, 1)"):
-                        yield f": `{text}` is 0 there"
-            case ast.Return(value=ast.expr() as result) | ast.Lambda(body=result) if is_finite:
-                source.put(result, "max({}, 0.0)")
-                yield "; below 0, each step raises the loss; at 0 none is taken"
+def _of_spot(frame: _Numbers, node: ast.expr, why: str, ends: str = "") -> Cure:
+    """Return the cure that changes a divisor of 0 to 1, a base below 0 to 0, or a result to 0."""
+    file, value = frame.place.code.co_filename, frame.value
+    source, part, bound = Source(file), node, "max({}, 0.0)"
+    match node:
+        case _ if ends:
+            said = "; below 0, each step raises the loss; at 0 none is taken"
+        case ast.BinOp(op=ast.Div(), right=part) if value(part) == 0:
+            bound, said = "max({}, 1)", f": `{ast.unparse(part)}` is 0 there"
+        case ast.BinOp(left=part, op=ast.Pow()) | ast.Call(args=[part, *_]) if value(part) < 0:
+            said = f": `{ast.unparse(part)}` is {value(part):g} there"
+        case part:
+            bound, said = "", f": `{ast.unparse(part)}` is {value(part)} there"
+    edits = source.edited() if bound and source.put(part, bound) else None
+    if not edits:
+        line = linecache.getline(file, part.lineno).strip()
+        return Cure("code", f"{why}{said}{ends}\n{short_path(file)}:{part.lineno}: {line}")
+    text = "\n".join(dedent(edit.text) for edit in edits)
+    return Cure("code", text, edits=tuple(edits), remarks=(f"{why}{said}{ends}",))

@@ -429,9 +429,9 @@ class Watch:
         arguments = (lambda _: given) if closure is None else with_its
         taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), arguments)
         ends = self._capture.ends or self._running.ends_before
-        state = self._growth.before_step(
-            optimizer, taken.number, lambda: self._model_of(needed_for(ends)), self._earlier.said
-        )
+        calls = partial(needed_for, ends)
+        model = lambda: self._model_of(calls())  # noqa: E731
+        state = self._growth.before_step(optimizer, taken.number, model, self._earlier.said, calls)
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
             self._is_spoiled = self._running.is_bad = True
@@ -715,7 +715,8 @@ class Watch:
         if self._loss_scaler or steps.rounds or steps.num_by_hand:
             return steps.num + (is_ahead or not steps.rounds.is_open)
         ends = self._capture.ends  # some may return gradients that a loss is computed of
-        num = sum(not (end.kwargs or {}).get("create_graph") for end in ends) or len(ends[:1])
+        inner = ("create_graph", "retain_graph")
+        num = sum(not any(map((end.kwargs or {}).get, inner)) for end in ends) or len(ends[:1])
         return steps.num + num + steps.is_leaving
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
@@ -745,7 +746,8 @@ class Watch:
             notes = (*notes, f"{found.tensor} went bad in step {before}")
         left = [n for n in _bad_names(self._last_model) if n not in self._went_bad]
         self._went_bad |= dict.fromkeys(left, number)
-        if left and found.tensor not in left:
+        is_older = any(name in found.happened for name in left)  # what made it, before the loop
+        if left and found.tensor not in left and not is_older:
             notes = (*notes, SPOILT.format(names=names_text(left)))
             self._of_steps.add(number)
         found = replace(found, notes=(*found.notes, *notes))

@@ -1,7 +1,7 @@
 # kind: 8
 # expect: range _to_copy
 # step: 8
-# says: the cast gives inf in row 7 of 32 \(from 0\), column 3 of 5 \(from 0\)
+# says: the cast gives inf in row 7 of 32 \(from 0\), column 3 of 5 \(from 0\) \(values there reach 80,000
 import torch
 from torch import nn
 

@@ -2,7 +2,7 @@
 # expect: data
 # step: 8
 # tensor: v of weight in Running
-# says: it was finite before step 4, so it went bad in one of the steps 4 to 7
+# says: the state was finite before step 4, so it went bad in one of the steps 4 to 7
 import torch
 from torch import nn
 
