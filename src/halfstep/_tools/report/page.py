@@ -229,7 +229,7 @@ def tiles(summary: Summary) -> list[Tile]:
     for name, key in summary.loss_keys.items():
         add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
     if not summary.losses:  # with a loss for each optimizer, the norms are of each in turn
-        add("Last gradient norm", "norm.last", number, (measured, number, "norm.recent"))
+        add("Last measured gradient norm", "norm.last", number, (measured, number, "norm.recent"))
     add(
         "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
