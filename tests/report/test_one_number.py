@@ -38,6 +38,13 @@ def test_skips_are_counted_in_one_way_everywhere(tmp_path, capsys):
     assert kinds in capsys.readouterr().out
 
 
+def test_a_mean_of_samples_is_not_told_as_one_of_steps(tmp_path):
+    events = [step(n, norm=9.0 / n if n % 10 == 1 else None) for n in range(1, 101)]
+    run = records.write(tmp_path, [records.header(), *events, records.end(9.0, 100)])
+    told = [div.text for div in page_of(run).tree.one("dl", class_="tiles").all("div")]
+    assert any("Last measured" in x and x.endswith("in the last 20 measured") for x in told)
+
+
 def test_a_record_has_one_share_of_underflow_per_layer(tmp_path, capsys):
     page = page_of(records.flushing(tmp_path, (1024.0, 65536.0)))
     (worst,) = [x for x in page.summary.layers if x.name == "head.weight"]

@@ -131,9 +131,7 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
     losses = [run.loss.recent if run.loss and not run.losses else None for run in runs]
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(runs):
-        return say(
-            "notice", "The losses of the optimizers of a GAN do not say which run is better."
-        )
+        return say("notice", "The losses of several optimizers do not say which run is better.")
     limit = min(known) + ALIKE * max(map(abs, known))
     ascending = sorted(range(len(runs)), key=known.__getitem__)  # as the numbers are read
     best = [n for n in ascending if known[n] <= limit]
@@ -203,7 +201,8 @@ def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[Compar
     for each in () if optimizers else _LOSSES:
         yield from _compared(each.name, each, [r.at(f"loss.{each.key}") for r in runs], can["loss"])
     for each in rest:
-        yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
+        if not (optimizers and each.key == "norm.recent"):  # the norms are of each in turn
+            yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
 
 
 def _compared(

@@ -214,7 +214,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ]
         found.append(Tile(title, figure(summary, key, form), shown))
 
-    steps, recent = summary.steps, "{} in the last 20"
+    steps, recent, measured = summary.steps, "{} in the last 20", "{} in the last 20 measured"
     add("Steps", "steps.num", count, ("{} taken", count, "steps.num_taken"))
     add(
         "Skipped",
@@ -228,13 +228,14 @@ def tiles(summary: Summary) -> list[Tile]:
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
     for name, key in summary.loss_keys.items():
         add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
-    add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
+    if not summary.losses:  # with a loss for each optimizer, the norms are of each in turn
+        add("Last measured gradient norm", "norm.last", number, (measured, number, "norm.recent"))
     add(
         "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),
     )
-    add("Lost updates", "lost_updates.mean", percent, (recent, percent, "lost_updates.recent"))
+    add("Lost updates", "lost_updates.mean", percent, (measured, percent, "lost_updates.recent"))
     add("Time per step", "facts.seconds_per_step", seconds)
     return found

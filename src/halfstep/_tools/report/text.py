@@ -134,7 +134,7 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         severity: Severity = next(severities, "notice")
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
         has_step = severity != "notice" or re.search(r"\bstep \d|first step", note.text)
-        is_dated = has_step or is_at_end or not note.step
+        is_dated = has_step or is_at_end or note.step < 2  # 1: perhaps long before the first
         text = note.text if note.text.endswith((".", "!", "?")) else f"{note.text}."
         if not is_dated:
             text = f"Step {note.step}: {text}"
