@@ -155,6 +155,13 @@ def test_products_are_counted_with_two_optimizers_of_a_class(halfstep_run):
     assert "2 of 2 products" in halfstep_run("--amp", "bf16", SCRIPTS / "two_adams.py").err
 
 
+def test_an_optimizer_without_a_hash_steps_under_amp(halfstep_run, tmp_path):
+    text = (SCRIPTS / "two_adams.py").read_text()
+    no_hash = 'type("Adam", (torch.optim.Adam,), {"__hash__": None})'
+    (tmp_path / "train.py").write_text(text.replace("torch.optim.Adam", no_hash))
+    assert "TypeError" not in halfstep_run("--amp", "bf16", "train.py").err
+
+
 def test_a_script_without_a_step(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.stderr = open('other', 'w')\n")
     done = halfstep_run("train.py")

@@ -45,7 +45,7 @@ class ScriptState:
         self.modules: dict[str, None] = {}
         self.losses: dict[str, None] = {}
         self.optimizers: dict[str, None] = {}
-        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
+        self._stepped: set[int] = set()  # ids of optimizers: one may have no hash
         self.schedules: dict[str, None] = {}
         self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
         self._products, self._is_explained = products, is_explained
@@ -94,9 +94,9 @@ class ScriptState:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step; the second step of an optimizer marks the end of the first iteration."""
         self.optimizers[name_of(optimizer)] = None
-        if optimizer in self._stepped and self.modules:
+        if id(optimizer) in self._stepped and self.modules:
             self._sum_up()
-        self._stepped.add(optimizer)
+        self._stepped.add(id(optimizer))
 
     def note_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step whose gradients come from no scaled backward pass."""
