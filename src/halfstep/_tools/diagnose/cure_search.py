@@ -337,7 +337,8 @@ def of_maths(
     form = None if call is None else of_formula(trial, call)
     if form is not None and form.edits and (not form.losses or trial.usual.is_like(form.losses[0])):
         return form
-    if form is None and call is not None and (of_domain := _of_covariance(trial, call)) is not None:
+    of_domain = None if form or call is None else _of_covariance(trial, blame, call)
+    if of_domain is not None:
         return of_domain
     makers = trial.makers(blame.forward_number)
     before = [*filter(None, [call]), *(maker.call for maker in makers)]
@@ -383,12 +384,13 @@ def _index_in(call: UserCall) -> str:
     return ""
 
 
-def _of_covariance(trial: CureTrial, call: UserCall) -> Cure | None:
+def _of_covariance(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
     """Return the cure of parameters of a covariance below 0, if the step is finite above it."""
     if not is_of_covariance(call.function):
         return None
     known = dict.fromkeys(chain.from_iterable(map(parameters, trial.all_optimizers())))
     below = [each for each in known if each.dim() < 2 and bool((each < 0).any())]
+    below = trial.read_before(blame.forward_number, below) if below else []
     for chosen in [*([each] for each in below[:MOST_MAKERS]), below] if below else []:
         if trial.blame(_above_zero(chosen)) is None:
             names = {variable_of(each): float(each.detach().min()) for each in chosen}

@@ -7,7 +7,7 @@ float32 from the inputs as they are, is another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -128,6 +128,13 @@ class CureTrial:
             for part in origin.parts:
                 add(part.number, part, part.maker, part.size)
         return found[1:]
+
+    def read_before(self, op: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Replay the step; return the tensors that led to an op, those read nearest to it first."""
+        origins = Origins(tensors)
+        with self.replayer.run(Variant(scale=self.scale), origins, self._around()):
+            parents = chain.from_iterable(each.parents for _, each in origins.before_op(op))
+            return [tensors[~number] for number in dict.fromkeys(parents) if number < 0]
 
     def divides_by(self, call: UserCall) -> UserCalls | None:
         """Replay the step; return its calls if a later one divides by what a call has led to."""
@@ -261,12 +268,15 @@ class Origin:
 class Origins(OpObserver):
     """Observer that notes which ops made the inputs of each op of the forward pass.
 
-    Sync: one for each op in lower precision.
+    The makers of ``given`` tensors are ``~0``, ``~1``, and so on. Sync: one for each op in lower
+    precision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
         self._ops: dict[int, Origin] = {}
         self._makers: ByMemory[int] = ByMemory()
+        for number, tensor in enumerate(given):
+            self._makers.put(tensor, ~number)
         self._parts: ByMemory[dict[tuple[int, int], Part]] = ByMemory()  # by the position in it
         self._wide: list[Tensor] = []
 

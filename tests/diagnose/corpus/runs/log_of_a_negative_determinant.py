@@ -9,7 +9,8 @@ torch.manual_seed(0)
 noise = nn.Parameter(torch.tensor(0.05))
 x = torch.linspace(0, 1, 5)
 kernel = torch.exp(-((x[:, None] - x[None]) ** 2) / 0.5)
-optimizer = torch.optim.SGD([noise], lr=0.05)
+mean = [nn.Parameter(torch.tensor(-1.0)) for _ in range(9)]  # is not read by the determinant
+optimizer = torch.optim.SGD([*mean, noise], lr=0.05)
 for i in range(1, 9):
     matrix = kernel + noise * torch.eye(5)
     loss = 0.5 * torch.logdet(matrix)  # bad
