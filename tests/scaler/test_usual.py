@@ -221,6 +221,28 @@ def test_a_class_that_handles_the_scale_takes_usual_steps() -> None:
     assert made.params[0].equal(before - 1.0)
 
 
+@pytest.mark.parametrize("scale", [1024.0, 1000.0])
+def test_a_fused_step_divides_by_itself_only_where_a_check_would_not_divide_alike(
+    scale: float,
+) -> None:
+    results = []
+    for cls in (GradScaler, torch.amp.GradScaler):
+        p, given = torch.nn.Parameter(torch.tensor([0.1, 0.7])), []
+        optimizer = torch.optim.SGD([p], 0.25, fused=True)
+        optimizer.register_step_pre_hook(lambda o, *_: given.append(hasattr(o, "grad_scale")))  # noqa: B023
+        scaler = cls("cpu", init_scale=scale)
+        for factor in (0.3, 0.7, 1.1, 1.3, 1.7, math.inf):
+            optimizer.zero_grad()
+            scaler.scale((p * factor).sum()).backward()
+            p.grad[1] = scale / 3  # finite beside the inf
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((p.detach(), p.grad))
+        if cls is GradScaler:
+            assert given[-2:] == [scale == 1000.0, True]  # a skipped step is the optimizer's
+    assert_equal(*results)
+
+
 def test_groups_that_are_fused_no_more_have_their_gradients_divided() -> None:
     made = Setup(is_fused=True)
     made.optimizer.param_groups[0]["fused"] = False  # as loading a state does

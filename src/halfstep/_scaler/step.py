@@ -48,7 +48,7 @@ from halfstep._gradients.gradients import (
     parameters,
     refuse_float16,
 )
-from halfstep._gradients.optimizers import HANDLES_SCALE, name, step_with_scale
+from halfstep._gradients.optimizers import HANDLES_SCALE, is_pytorchs, name, step_with_scale
 from halfstep._gradients.scalars import Scalar, any_of, reciprocal
 from halfstep._pytorch.distributed import default_group, has_process_group
 from halfstep._scaler.engine import Engine
@@ -100,7 +100,10 @@ def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float
         step = _checked_again(engine, *unscaled)
     else:
         return NOT_USUAL
-    loss_scale, is_fused, make_step = engine.loss_scale, plan.is_fused, optimizer.step
+    loss_scale, make_step = engine.loss_scale, optimizer.step
+    is_fused = plan.is_fused
+    if is_fused and step.multiplier is None and loss_scale.is_here:
+        is_fused = not is_pytorchs(optimizer)  # which does the same without a flag, in less time
     norm = None if step.norms is None or max_norm is None else step.norms.norm
     is_written = False
     if not (loss_scale.is_here or is_fused):
@@ -111,8 +114,11 @@ def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float
                 gradients.multiply_(before[0].scale)  # type: ignore[index]
             return NOT_USUAL
     if is_written or not (isinstance(step.skip, Tensor) or step.skip == 0.0):
+        if plan.is_fused and step.scaled_by is not None and step.multiplier is None:
+            gradients.multiply_(step.scaled_by)
+            step = step._replace(multiplier=step.scaled_by)
         step = _on_long_road(step, unscaled)
-        return finish(engine, plan, make_step, step, max_norm, is_fused=is_fused)
+        return finish(engine, plan, make_step, step, max_norm, is_fused=plan.is_fused)
     try:
         coefficient = None
         if norm is not None and max_norm is not None:
@@ -181,7 +187,9 @@ def _checked_usual(
         own = _clean(engine, norms)
     else:
         own = _clean(engine)
-        if is_fused:
+        # A check writes anyway, so that it can divide: by a power of two as PyTorch's kernels do.
+        is_equal = is_fused and loss_scale.is_here and math.frexp(scale)[0] == 0.5
+        if is_fused and not (is_equal and is_pytorchs(optimizer)):
             gradients.check(own.found_here, loss_scale.one)
         else:
             factor = loss_scale.inverse if is_known else reciprocal(scale)
