@@ -257,8 +257,8 @@ def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
 
 def _note_end(replayer: Replayer) -> None:
     replayer.notes.append(
-        f"the replays took {replayer.own_seconds:.0f} s: none began after {replayer.limit:g} s, "
-        "the limit (--diagnose=SECONDS, diagnose(seconds=...)), so what is after it was not tried"
+        f"at least one more replay was not run: {replayer.limit:g} s of the thread's own time "
+        "were over, the limit (--diagnose=SECONDS, diagnose(seconds=...))"
     )
 
 
