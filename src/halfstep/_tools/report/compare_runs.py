@@ -201,7 +201,7 @@ def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[Compar
     for each in () if optimizers else _LOSSES:
         yield from _compared(each.name, each, [r.at(f"loss.{each.key}") for r in runs], can["loss"])
     for each in rest:
-        if not (optimizers and each.key == "norm.recent"):  # the norms are of each in turn
+        if each.key != "norm.recent" or all(run.num_optimizers == 1 for run in runs):
             yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
 
 

@@ -228,7 +228,7 @@ def tiles(summary: Summary) -> list[Tile]:
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
     for name, key in summary.loss_keys.items():
         add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
-    if not summary.losses:  # with a loss for each optimizer, the norms are of each in turn
+    if summary.num_optimizers == 1:  # else the norms are of each in turn
         add("Last measured gradient norm", "norm.last", number, (measured, number, "norm.recent"))
     add(
         "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",

@@ -193,7 +193,9 @@ def summary_json(summary: Summary, *processes: Summary) -> dict[str, Any]:
 
     ``processes``: those of other processes of the run.
     """
-    plain_values: dict[str, Any] = to_plain(asdict(summary))
+    loss = None if summary.losses else summary.loss  # else they are of each optimizer in turn
+    norm = None if summary.num_optimizers > 1 else summary.norm
+    plain_values: dict[str, Any] = to_plain(asdict(replace(summary, loss=loss, norm=norm)))
     said = [
         {"severity": sentence.severity, "text": sentence.text, "follows": sentence.follows}
         for sentence in sentences(summary)
