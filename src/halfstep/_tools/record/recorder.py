@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
-from itertools import count, pairwise
+from itertools import count, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -173,8 +173,11 @@ class Recorder:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
 
     @_aside
-    def on_backward(self, roots: Any) -> None:
-        """Record the roots of a backward pass: the loss, if no scaler has seen it."""
+    def on_backward(self, roots: Any, gradients: Any = None) -> None:
+        """Record the roots of a backward pass: the loss, if no scaler has seen it.
+
+        Its ``gradients`` are factors of the losses, such as -1 for one that is maximised.
+        """
         if not self._is_listening():
             return
         if self._sampler.is_open:
@@ -189,7 +192,16 @@ class Recorder:
             self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
         if self._counts_plain_steps():
             self._leave_out_what_was_dropped()
-            self._add_losses(tensors_in([roots]))
+            self._add_losses(_weighed(roots, gradients))
+        elif (
+            gradients is not None
+            and self._loss is not None
+            and self._scaled
+            and self._num_backward == self._num_scaled  # the last scaled loss is of this pass
+        ):
+            before = self._scaled[-1]
+            self._scaled[-1:] = _weighed(before, gradients)
+            self._loss = _sum([self._loss, self._scaled[-1] - before])
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
@@ -576,6 +588,16 @@ class Recorder:
                     f"halfstep.record continues without {type(sink).__name__}, which failed: "
                     f"{type(error).__name__}: {error}"
                 )
+
+
+def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
+    """Return losses times the gradients that a backward pass is given for them, if any."""
+    given = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    return [
+        loss if by is None or by.numel() != 1 else _scalar(loss.detach() * by.detach())
+        for loss, by in zip_longest(tensors_in([losses]), given)
+        if loss is not None
+    ]
 
 
 def _scalar(loss: Tensor) -> Tensor:
