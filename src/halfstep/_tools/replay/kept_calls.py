@@ -220,7 +220,7 @@ def why_not_again(calls: Sequence[KeptCall]) -> str | None:
         return "no loss was seen"
     for call in calls:
         if call.is_forgotten:
-            return "it uses a tensor from more than a step before, which cannot be computed again"
+            return "it uses a tensor from more than one optimizer step before, too old to repeat"
         for given in call.given:
             if given.has_changed and _reads_values(call, given):
                 shape = ", ".join(map(str, given.tensor.shape))
