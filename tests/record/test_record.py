@@ -844,9 +844,7 @@ def test_each_optimizer_has_the_losses_since_the_step_before(how: str, tmp_path:
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
-def test_a_loss_is_multiplied_by_the_gradient_of_its_backward_pass(
-    is_scaled, tmp_path: Path
-) -> None:
+def test_a_loss_is_multiplied_by_the_gradient_of_its_pass(is_scaled, tmp_path: Path) -> None:
     """As the score of real examples that the critic of a Wasserstein GAN maximises."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -4,15 +4,7 @@ import json
 
 import pytest
 from tests.report import records
-from tests.report.records import (
-    WRITERS,
-    header,
-    model_event,
-    policy,
-    step,
-    summary_of,
-    write,
-)
+from tests.report.records import WRITERS, step, summary_of
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import to_plain
@@ -24,9 +16,9 @@ def refuse(constant):
     raise AssertionError(constant)
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_json_is_strict_and_holds_every_number(tmp_path, writer):
-    summary = summary_of(writer(tmp_path))
+@pytest.mark.parametrize("write", WRITERS)
+def test_json_is_strict_and_holds_every_number(tmp_path, write):
+    summary = summary_of(write(tmp_path))
     text = json.dumps(summary_json(summary), allow_nan=False)
     values = json.loads(text, parse_constant=refuse)
     assert values["steps"]["num"] == summary.steps.num
@@ -55,8 +47,7 @@ def test_json_has_nan_as_a_string(tmp_path):
 @pytest.mark.parametrize("losses", [(2.0, 30.0), (2.0, 2.0)])
 def test_numbers_that_are_of_each_optimizer_in_turn_are_left_out(tmp_path, losses):
     steps = [step(n, loss=loss, number=i) for n in range(1, 6) for i, loss in enumerate(losses, 1)]
-    write(tmp_path, [header(), model_event(), policy(), *steps])
-    summary = summary_of(tmp_path)
+    summary = summary_of(records.write(tmp_path, [records.header(), *steps]))
     values = summary_json(summary)
     assert (values["num_optimizers"], values["norm"]) == (2, None)
     assert (values["loss"] is None) == bool(values["losses"]) == (losses[0] != losses[1])

@@ -158,9 +158,8 @@ def _rise(loss: Curve, factor: float) -> str:
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
-    weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
     overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
-    if overflowed is None or weights_are_bad:
+    if overflowed is None or summary.bad_weights:
         in_float32 = "" if summary.has_run_lower is False else ", which should run in float32"
         cure = (
             " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "

@@ -214,6 +214,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ]
         found.append(Tile(title, figure(summary, key, form), shown))
 
+    was_low = any(map(summary.underflows, summary.of_kind("parameter_gradient")))
     steps, recent, measured = summary.steps, "{} in the last 20", "{} in the last 20 measured"
     add("Steps", "steps.num", count, ("{} taken", count, "steps.num_taken"))
     add(
@@ -231,7 +232,7 @@ def tiles(summary: Summary) -> list[Tile]:
     if summary.num_optimizers == 1:  # else the norms are of each in turn
         add("Last measured gradient norm", "norm.last", number, (measured, number, "norm.recent"))
     add(
-        "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
+        "Gradients underflow" if was_low else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

@@ -451,11 +451,6 @@ class Summary:
         return self.is_lowered or layer.is_low
 
     @property
-    def can_underflow(self) -> bool:
-        """Whether any gradient was in a lower precision."""
-        return any(map(self.underflows, self.of_kind("parameter_gradient")))
-
-    @property
     def has_bad_gradients(self) -> bool:
         """Whether a step was taken whose gradients, where they were measured, were inf or NaN."""
         return self.norm is not None and self.norm.num_non_finite > 0
@@ -500,8 +495,7 @@ class Summary:
     @property
     def worst_share_lost(self) -> float | None:
         """The largest share of the gradient entries of a parameter that underflow."""
-        shares = (layer.share_lost for layer in self.of_kind("parameter_gradient"))
-        return max(shares, default=None)
+        return max((each.share_lost for each in self.of_kind("parameter_gradient")), default=None)
 
     @property
     def worst_share_lost_updates(self) -> float | None:
