@@ -517,7 +517,7 @@ def _cure_of_place(cure: Cure | None, later: Sequence[BadPlace]) -> Iterator[str
         yield f" Its cure is part of that of {at_steps(wider.steps)}."
         return
     if cure.kind in ("data", "look"):  # nothing to paste
-        yield f" What to do: {cure.text.replace(chr(10), '; ')}"
+        yield f" What to do: {cure.text.replace(chr(10), '; ').replace(':; ', ': ')}"
     else:
         yield _REPLAYED[cure.is_finite]
         for number, text in enumerate(map(str.strip, cure.text.splitlines())):
