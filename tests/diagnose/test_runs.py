@@ -75,6 +75,16 @@ def test_a_trial_that_the_time_ends_after_a_few_steps_is_none(monkeypatch: Any) 
     assert said in found.cure.remarks
 
 
+def test_a_trial_says_how_many_optimizers_took_its_steps() -> None:
+    """All that have the weights take them, also if the loop steps one of them on this loss."""
+    first, second = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    of_them = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (first, second)]
+    x = torch.tensor([[0.0], [1.0]])
+    found = halfstep.diagnose(lambda: torch.log(second(first(x)).abs()).sum().backward())
+    assert found.cure is not None
+    assert f"steps of {len(of_them)} Adam optimizers on this batch" in found.cure.trial
+
+
 @pytest.mark.whole_trials
 def test_several_steps_of_an_optimizer_leave_all_as_it_was() -> None:
     model, x = torch.nn.Linear(4, 1).half(), torch.ones(8, 4).half().requires_grad_()

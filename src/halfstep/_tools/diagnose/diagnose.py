@@ -164,8 +164,7 @@ def diagnosis_of_calls(
 
 def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
     """Return why one rank cannot repeat calls, or None if it can."""
-    together = None if model is None else why_together(model)
-    return together or why_not_again(calls)
+    return (None if model is None else why_together(model)) or why_not_again(calls)
 
 
 def is_bad_at_scale_1(calls: Sequence[KeptCall], model: nn.Module | None) -> bool:

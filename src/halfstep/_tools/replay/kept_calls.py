@@ -264,8 +264,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
         return asked[0] if asked and is_true == (name in _SAYS_BAD) else None
     if name in _SAME | _OPPOSITE:
         is_true = is_true != (name in _OPPOSITE)
-        found = (found_bad(part, is_true=is_true) for part in asked)
-        return next(filter(None, found), None)
+        return next(filter(None, (found_bad(part, is_true=is_true) for part in asked)), None)
     return None
 
 
