@@ -144,7 +144,8 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
         said += [f" {have} a lower loss than ", *_listed([names[n] for n in others])]
     order = (*best, *others)
     values, times = listed([number(known[n]) for n in order]), _times([runs[n] for n in order])
-    return say("good", *said, f" ({values}, means of the last 20){times}.")
+    of = "the last 20" if any(run.steps.num > 20 for run in runs) else "all steps"
+    return say("good", *said, f" ({values}, means of {of}){times}.")
 
 
 def _listed(names: Sequence[str]) -> Iterator[str | Code]:
