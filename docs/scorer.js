@@ -17,3 +17,6 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
 };
+// The words of a query, as Sphinx splits it, but without the 's of "torch.amp's": an s is on every page.
+var splitQuery = (query) =>
+  query.replace(/['’]s\b/g, "").split(/[^\p{Letter}\p{Number}_\p{Emoji_Presentation}]+/gu).filter((term) => term);

@@ -29,6 +29,7 @@ QUESTIONS = {
     "keep LayerNorm fp32": "autocast",
     "gradient clipping": "scaler",
     "resume from torch.amp checkpoint": "scaler",
+    "resume from torch.amp's checkpoint": "scaler",
     "loss is NaN": "diagnose",
     "FSDP2": "distributed",
     "bf16 not faster on my card": "autocast",

@@ -843,6 +843,23 @@ def test_each_optimizer_has_the_losses_since_the_step_before(how: str, tmp_path:
     assert [step.loss for step in steps] == pytest.approx([x for sums in seen for x in sums])
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_a_loss_is_multiplied_by_the_gradient_of_its_pass(is_scaled, tmp_path: Path) -> None:
+    """As the score of real examples that the critic of a Wasserstein GAN maximises."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = halfstep.GradScaler(DEVICE, enabled=is_scaled)
+    with halfstep.record(tmp_path):
+        real, fake = model(torch.ones(4)) * 0 + 5, model(torch.zeros(4)) * 0 + 2
+        half = torch.tensor([0.5])
+        scaler.scale(real).backward(torch.tensor([-1.0]))
+        scaler.scale(fake.mean()).backward(torch.tensor(1.0))
+        torch.autograd.backward([scaler.scale(model(torch.ones(4)) * 0 + 10)], [half])
+        scaler.step(optimizer)
+        scaler.update()
+    assert [step.loss for step in read_run(tmp_path).steps] == pytest.approx([-5 + 2 + 5])
+
+
 def test_without_a_scaler_an_iteration_has_one_step_of_each_optimizer(tmp_path: Path) -> None:
     models = [nn.Linear(4, 1) for _ in range(3)]
     first, second, late = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)

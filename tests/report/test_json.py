@@ -4,10 +4,11 @@ import json
 
 import pytest
 from tests.report import records
-from tests.report.records import WRITERS, summary_of
+from tests.report.records import WRITERS, step, summary_of
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import to_plain
+from halfstep._tools.report.page import tiles
 from halfstep._tools.report.text import sentences, summary_json
 
 
@@ -41,3 +42,13 @@ def test_json_has_the_whole_diagnosis_of_each_place(tmp_path):
 
 def test_json_has_nan_as_a_string(tmp_path):
     assert summary_json(summary_of(records.failed(tmp_path)))["loss"]["last"] == "nan"
+
+
+@pytest.mark.parametrize("losses", [(2.0, 30.0), (2.0, 2.0)])
+def test_numbers_that_are_of_each_optimizer_in_turn_are_left_out(tmp_path, losses):
+    steps = [step(n, loss=loss, number=i) for n in range(1, 6) for i, loss in enumerate(losses, 1)]
+    summary = summary_of(records.write(tmp_path, [records.header(), *steps]))
+    values = summary_json(summary)
+    assert (values["num_optimizers"], values["norm"]) == (2, None)
+    assert (values["loss"] is None) == bool(values["losses"]) == (losses[0] != losses[1])
+    assert not any("norm" in tile.title for tile in tiles(summary))

@@ -353,7 +353,7 @@ RUNS = {
     "no cure": went_bad(cure=None),
     "a cure that was not tried": went_bad(cure=Cure("code", "x + 1\nclip, too\nand wait")),
     "a cure that is not enough": went_bad(cure=Cure("code", "x + 1", is_finite=False)),
-    "a cure in words": went_bad(cure=Cure("data", "leave it out\nor fix it")),
+    "a cure in words": went_bad(cure=Cure("data", "check first:\nleave it out\nor fix it")),
     "a finite replay": went_bad(verdict="none", bad=None, cure=None, notes=("no luck",)),
     "another rank": went_bad(verdict="none", bad=None, cure=None, happened="its own is finite"),
     "many places": run(
@@ -635,3 +635,10 @@ def test_cures_of_a_script_that_keeps_its_precision_are_not_options_of_amp(tmp_p
     found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), own, header=header)
     assert any(" use bf16 where the device has it." in each.cure for each in found)
     assert not any("--amp=bf16" in code for each in found for code in codes(each))
+
+
+def test_one_checkpoint_is_advised_if_weights_and_buffers_are_bad(tmp_path):
+    bad = sample(50, [tensor("parameter", "head.weight", counted({0: 3}, nan=9))])
+    found = said_of(run(*nan_losses(50), records.buffers(50, *BUFFERS), bad)(tmp_path))
+    assert "restore a checkpoint from before step 49" in the_one(found, "cannot be recovered").text
+    assert not any(word in the_one(found, "buffers").text for word in ("checkpoint", "reset"))

@@ -309,7 +309,7 @@ def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
     assert found.verdict == "data"
     # The parameters were good when it was replayed: the batch is named, not a parameter.
     assert found.tensor not in dict(model.named_parameters())
-    assert any("the step before it was finite" in note for note in found.notes)
+    assert any("the optimizer step before it was finite" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])

@@ -125,8 +125,7 @@ def frames() -> Iterator[FrameType]:
 
 def is_in_nested_backward() -> bool:
     """Return whether the pass running in this thread was begun inside of another one."""
-    num_begun = sum(frame.f_code is ENGINE_CODE for frame in frames())
-    return num_begun > 1
+    return sum(frame.f_code is ENGINE_CODE for frame in frames()) > 1
 
 
 @contextmanager

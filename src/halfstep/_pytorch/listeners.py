@@ -50,11 +50,11 @@ _Listeners = tuple[Callable[..., None], ...]
 
 
 def _before(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls listeners with what ``given`` returns, then the original."""
+    """Return a function that calls listeners with what ``given`` yields, then the original."""
 
     def call(original: Any, listeners: _Listeners, /, *args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
-            listener(given(*args, **kwargs))
+            listener(*given(*args, **kwargs))
         return original(*args, **kwargs)
 
     return call
@@ -88,9 +88,11 @@ def _scaler_step(
 
 # (with listening_to_...(listener): ...) calls the listener in a block:
 
-# with the roots of each backward pass, before it begins
+# with the roots of each backward pass and the gradients given for them, before it begins
 listening_to_backward = _Heard(
-    torch.autograd, "backward", _before(lambda tensors, *_, **__: tensors)
+    torch.autograd,
+    "backward",
+    _before(lambda tensors, grad_tensors=None, *_, **__: (tensors, grad_tensors)),
 ).by
 
 # with the gradients and the L2 norm that any clip_grad_norm_ measures
@@ -98,7 +100,7 @@ listening_to_norms = _Heard(clip_grad, "_get_total_norm", _norm).by
 
 # with the norm to which clip_grad_norm_ clips, before it does
 listening_to_clipping = _Heard(
-    clip_grad, "_clip_grads_with_norm_", _before(lambda _, max_norm, *__, **___: float(max_norm))
+    clip_grad, "_clip_grads_with_norm_", _before(lambda _, max_norm, *__, **___: (float(max_norm),))
 ).by
 
 # without arguments, at steps that an enabled torch.amp.GradScaler makes or skips

@@ -194,8 +194,7 @@ class Changes(Source):
         ends = [n for n in nodes if (n.end_lineno, n.end_col_offset) == (last, end)]
         exact = [n for n in ends if (n.lineno, n.col_offset) == (first, start)]
         # In a chain of methods over several lines, the span of a call starts at the method's name.
-        calls = [n for n in ends if isinstance(n, ast.Call)]
-        return next(iter((*exact, *calls)), None)
+        return next(iter((*exact, *(n for n in ends if isinstance(n, ast.Call)))), None)
 
     # --- edits of calls ---------------------------------------------------------------------------
 

@@ -164,8 +164,7 @@ def diagnosis_of_calls(
 
 def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
     """Return why one rank cannot repeat calls, or None if it can."""
-    together = None if model is None else why_together(model)
-    return together or why_not_again(calls)
+    return (None if model is None else why_together(model)) or why_not_again(calls)
 
 
 def is_bad_at_scale_1(calls: Sequence[KeptCall], model: nn.Module | None) -> bool:
@@ -257,8 +256,8 @@ def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
 
 def _note_end(replayer: Replayer) -> None:
     replayer.notes.append(
-        f"the replays took {replayer.own_seconds:.0f} s: none began after {replayer.limit:g} s, "
-        "the limit (--diagnose=SECONDS, diagnose(seconds=...)), so what is after it was not tried"
+        f"at least one more replay was not run: {replayer.limit:g} s of the thread's own time "
+        "were over, the limit (--diagnose=SECONDS, diagnose(seconds=...))"
     )
 
 

@@ -76,8 +76,7 @@ class Edit(NamedTuple):
     def text(self, value: Any) -> str | None:
         """Return the expression for a value; None if it does not fit."""
         dtype = value.dtype if isinstance(value, Tensor) else torch.float32
-        eps = (1e-3 if dtype is torch.float16 else 1e-6) * self.factor
-        return self.expression(value, eps)
+        return self.expression(value, (1e-3 if dtype is torch.float16 else 1e-6) * self.factor)
 
 
 # --- expressions ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class SeveralSteps(OpObserver):
         self.others: list[float] = []  # of the batch before
         self.num, self.fails_at = 0, 0  # steps; the number of the one that went bad
         self.norm, self.norm_before = math.nan, math.nan  # of the first gradient, and the last one
-        self.takers: dict[str, None] = {}  # names of the optimizers
+        self.takers: dict[int, str] = {}  # names of the optimizers
         self.why_not = ""  # if no step was taken, or too few
 
     # --- events -----------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class SeveralSteps(OpObserver):
         self._gradients[id(leaf)] = leaf, gradient
 
     def see_step(self, optimizer: Optimizer) -> None:
-        self.takers[type(optimizer).__name__] = None
+        self.takers[id(optimizer)] = type(optimizer).__name__
         if self._steps_itself and not all(map(is_finite, parameters(optimizer))):
             self._seen.append(math.nan)
 
@@ -226,12 +227,12 @@ class SeveralSteps(OpObserver):
                 _widen(optimizer)
                 given: list[Any] = [closure] if _needs_closure(optimizer) else []
                 if given:
-                    self.takers[type(optimizer).__name__] = None
+                    self.takers[id(optimizer)] = type(optimizer).__name__
                 if given and not self.num:  # the step that went bad may have left half a state
                     optimizer.state.clear()
                 optimizer.step(*given)
                 if not self.takers:  # the step inside of a guard is not seen
-                    self.takers[type(optimizer).__name__] = None
+                    self.takers[id(optimizer)] = type(optimizer).__name__
         except _NotFinite:
             raise
         except Exception:  # it cannot be repeated
@@ -312,6 +313,8 @@ def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
 
 def name_of(steps: SeveralSteps) -> str:
     """Return the number of steps, who took them, and on which batches."""
-    of = f" of {listed([*steps.takers])}" if steps.takers else ""
+    takers = Counter(steps.takers.values()).items()
+    names = [f"{num} {name} optimizers" if num > 1 else name for name, num in takers]
+    of = f" of {listed(names)}" if names else ""
     both = " on this batch (in turn with the one before)" if steps.others else " on this batch"
     return f"{things(steps.num, 'step' if of else 'small step')}{of}{both if steps.losses else ''}"

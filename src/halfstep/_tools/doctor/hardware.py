@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
+from halfstep._common.numbers import seconds
 from halfstep._pytorch.devices import has_safe_float16
 from halfstep._tools.doctor.finding import Finding, finding
 
@@ -175,7 +176,7 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
         if not _is_steady(times) or median(times) >= NOISY * min(times):
             what = {"matmul": "matrix products", "conv": "convolutions"}[kind]
             noise = noise or (
-                f"{what} in {name} took {min(times) * 1e3:.2g} to {max(times) * 1e3:.2g} ms; "
+                f"{what} in {name} took {seconds(min(times))} to {seconds(max(times))}; "
                 "repeat the measurement while nothing else runs"
             )
     return Speeds(gflops, ratios, noise)

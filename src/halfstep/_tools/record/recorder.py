@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
-from itertools import count, pairwise
+from itertools import chain, count, pairwise, repeat
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
-from halfstep._common.text import warn
+from halfstep._common.text import names_text, warn
 from halfstep._gradients.gradients import collect, norms_of, parameters
 from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
@@ -62,8 +62,6 @@ BEGAN_ELSEWHERE = (Reason.LOSS, Reason.AFTER_UNSCALE)
 
 NUM_CULPRITS = 20
 """Maximum number of names of parameters or buffers written for a step."""
-MOST_NAMED = 5
-"""Maximum number of names in a warning."""
 MOST_NORMS = 16
 """Maximum number of measured norms that wait for their step."""
 MOST_IN_TURN = 4
@@ -148,8 +146,7 @@ class Recorder:
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_old = False
         self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration
-        self._num_scaled = 0
-        self._num_backward = self._num_waits = 0
+        self._num_scaled = self._num_backward = self._num_waits = 0
         self._dropped: list[int] = []  # the steps before which gradients were dropped
         self._stepped: set[int] = set()
         self._by_hand: set[int] = set()  # that stepped unscaled gradients past their scaler
@@ -173,8 +170,11 @@ class Recorder:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
 
     @_aside
-    def on_backward(self, roots: Any) -> None:
-        """Record the roots of a backward pass: the loss, if no scaler has seen it."""
+    def on_backward(self, roots: Any, gradients: Any = None) -> None:
+        """Record the roots of a backward pass: the loss, if no scaler has seen it.
+
+        Its ``gradients`` are factors of the losses, such as -1 for one that is maximised.
+        """
         if not self._is_listening():
             return
         if self._sampler.is_open:
@@ -189,7 +189,11 @@ class Recorder:
             self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
         if self._counts_plain_steps():
             self._leave_out_what_was_dropped()
-            self._add_losses(tensors_in([roots]))
+            self._add_losses(_weighed(roots, gradients))
+        elif gradients is not None and self._scaled and self._num_backward == self._num_scaled:
+            (weighed,) = _weighed(self._scaled[-1], gradients)  # the loss that was scaled last
+            self._add_losses([weighed - self._scaled[-1]])
+            self._scaled[-1] = weighed
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
@@ -386,7 +390,7 @@ class Recorder:
         """Return the measured norm of exactly the gradients of an optimizer."""
         if optimizer is None or not self._norms:
             return None
-        own = _ids_of_gradients(optimizer)
+        own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
         return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
 
     def _add_step(
@@ -470,11 +474,8 @@ class Recorder:
             scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
             if len(tensors) < num:
                 self.say(MANY_TENSORS.format(num=f"{num:,}"))
-            rows = [
-                {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
-                | structs.asdict(tensor)
-                for tensor in tensors
-            ]
+            first = dict.fromkeys(("kind", "name", "dtype"))
+            rows = [first | structs.asdict(tensor) for tensor in tensors]
             self._write_of_step("sample", scale=scale, tensors=rows)
             self._log(self.num_steps, scalars)
 
@@ -511,9 +512,8 @@ class Recorder:
         owners += [each for model in self._models for each in model.named_modules()]
         hooked = [name or OUTERMOST for name, owner in owners if autograd.hooks_of(owner)]
         if hooked:
-            more = ", ..." if len(hooked) > MOST_NAMED else ""
             self.say(
-                f"{HOOKS_AND_SCALE}: hooks of {', '.join(hooked[:MOST_NAMED])}{more}. One that "
+                f"{HOOKS_AND_SCALE}: hooks of {names_text(hooked)}. One that "
                 "clamps, adds, compares or stores has to divide by scaler.get_scale() before and "
                 "multiply after; `halfstep run --amp fp16` does so in a script without a scaler"
             )
@@ -546,9 +546,8 @@ class Recorder:
         self._write_of_step("buffers", step=step, names=bad[:NUM_CULPRITS], num_buffers=len(bad))
         if bad and RUINED not in self._said:
             self._said.add(RUINED)
-            more = ", ..." if len(bad) > MOST_NAMED else ""
-            names = ", ".join(bad[:MOST_NAMED]) + more
-            _warn(f"halfstep.record: {RUINED.format(step=self.num_steps, names=names)}")
+            text = RUINED.format(step=self.num_steps, names=names_text(bad))
+            _warn(f"halfstep.record: {text}")
 
     def _write_of_step(self, kind: str, **values: Any) -> None:
         self._write({"event": kind, "step": self.num_steps} | values)
@@ -578,6 +577,15 @@ class Recorder:
                 )
 
 
+def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
+    """Return losses times the gradients that a backward pass is given for them, if any."""
+    given = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    return [
+        loss if by is None or by.numel() != 1 else _scalar(loss.detach() * by.detach())
+        for loss, by in zip(tensors_in([losses]), chain(given, repeat(None)), strict=False)
+    ]
+
+
 def _scalar(loss: Tensor) -> Tensor:
     """Return a copy in float32 without dimensions."""
     copied = loss.clone() if loss.dtype is torch.float32 else loss.float()
@@ -589,11 +597,6 @@ def _sum(losses: Sequence[Tensor]) -> Tensor:
     if len(losses) == 1:
         return losses[0]
     return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
-
-
-def _ids_of_gradients(optimizer: torch.optim.Optimizer | None) -> set[int]:
-    params = () if optimizer is None else parameters(optimizer)
-    return {id(p.grad) for p in params if p.grad is not None}
 
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:

@@ -220,7 +220,7 @@ def why_not_again(calls: Sequence[KeptCall]) -> str | None:
         return "no loss was seen"
     for call in calls:
         if call.is_forgotten:
-            return "it uses a tensor from more than a step before, which cannot be computed again"
+            return "it uses a tensor from more than one optimizer step before, too old to repeat"
         for given in call.given:
             if given.has_changed and _reads_values(call, given):
                 shape = ", ".join(map(str, given.tensor.shape))
@@ -264,8 +264,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
         return asked[0] if asked and is_true == (name in _SAYS_BAD) else None
     if name in _SAME | _OPPOSITE:
         is_true = is_true != (name in _OPPOSITE)
-        found = (found_bad(part, is_true=is_true) for part in asked)
-        return next(filter(None, found), None)
+        return next(filter(None, (found_bad(part, is_true=is_true) for part in asked)), None)
     return None
 
 

@@ -158,9 +158,8 @@ def _rise(loss: Curve, factor: float) -> str:
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
-    weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
     overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
-    if overflowed is None or weights_are_bad:
+    if overflowed is None or summary.bad_weights:
         in_float32 = "" if summary.has_run_lower is False else ", which should run in float32"
         cure = (
             " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "
@@ -518,7 +517,7 @@ def _cure_of_place(cure: Cure | None, later: Sequence[BadPlace]) -> Iterator[str
         yield f" Its cure is part of that of {at_steps(wider.steps)}."
         return
     if cure.kind in ("data", "look"):  # nothing to paste
-        yield f" What to do: {cure.text.replace(chr(10), '; ')}"
+        yield f" What to do: {cure.text.replace(chr(10), '; ').replace(':; ', ': ')}"
     else:
         yield _REPLAYED[cure.is_finite]
         for number, text in enumerate(map(str.strip, cure.text.splitlines())):

@@ -193,7 +193,7 @@ def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on inf and NaN in outputs and weights."""
-    weights = [layer for layer in summary.of_kind("parameter") if layer.inf or layer.nan]
+    weights = summary.bad_weights
     if weights:
         bad = summary.first_in_doubt
         before = "" if bad is None else f" from before step {bad}"
@@ -228,6 +228,10 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         calls = Code("GradScaler(module=model)"), " and ", Code("guard(optimizer, module=model)")
         run = (again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()
         restoring = " ", *run, *calls, " restore buffers at skipped steps."
+    this_model: tuple[str | Code, ...] = ()  # what is said of bad weights is for buffers too
+    if not summary.bad_weights:
+        load = f"load a checkpoint from step {good} or before, or " if good else ""
+        this_model = f" For this model, {load}reset the buffers", *of_norms, "."
     yield say(
         "bad",
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
@@ -235,14 +239,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         *names(found.names, num=found.num),
         f". Evaluations {use} {'it' if found.num == 1 else 'them'}",
         "." if is_seen else ", while no recorded loss shows it.",
-        cure=(
-            *restoring,
-            " For this model, "
-            f"{f'load a checkpoint from step {good} or before, or ' if good else ''}"
-            "reset the buffers",
-            *of_norms,
-            ".",
-        ),
+        cure=(*restoring, *this_model),
         evidence="steps",
     )
 

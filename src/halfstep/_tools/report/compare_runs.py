@@ -144,7 +144,8 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
         said += [f" {have} a lower loss than ", *_listed([names[n] for n in others])]
     order = (*best, *others)
     values, times = listed([number(known[n]) for n in order]), _times([runs[n] for n in order])
-    return say("good", *said, f" ({values}, means of the last 20){times}.")
+    of = "the last 20" if any(run.steps.num > 20 for run in runs) else "all steps"
+    return say("good", *said, f" ({values}, means of {of}){times}.")
 
 
 def _listed(names: Sequence[str]) -> Iterator[str | Code]:
@@ -201,7 +202,7 @@ def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[Compar
     for each in () if optimizers else _LOSSES:
         yield from _compared(each.name, each, [r.at(f"loss.{each.key}") for r in runs], can["loss"])
     for each in rest:
-        if not (optimizers and each.key == "norm.recent"):  # the norms are of each in turn
+        if each.key != "norm.recent" or all(run.num_optimizers == 1 for run in runs):
             yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
 
 

@@ -214,6 +214,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ]
         found.append(Tile(title, figure(summary, key, form), shown))
 
+    was_low = any(map(summary.underflows, summary.of_kind("parameter_gradient")))
     steps, recent, measured = summary.steps, "{} in the last 20", "{} in the last 20 measured"
     add("Steps", "steps.num", count, ("{} taken", count, "steps.num_taken"))
     add(
@@ -228,10 +229,10 @@ def tiles(summary: Summary) -> list[Tile]:
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
     for name, key in summary.loss_keys.items():
         add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
-    if not summary.losses:  # with a loss for each optimizer, the norms are of each in turn
+    if summary.num_optimizers == 1:  # else the norms are of each in turn
         add("Last measured gradient norm", "norm.last", number, (measured, number, "norm.recent"))
     add(
-        "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
+        "Gradients underflow" if was_low else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

@@ -60,6 +60,7 @@ def summarize(run: Run) -> Summary:
         lower=lower_of(policies),
         steps=_steps(run),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
+        num_optimizers=len(tracks_of("", run.steps)),
         loss=_loss(run.steps),
         losses=_losses(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),

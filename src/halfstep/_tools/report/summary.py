@@ -366,9 +366,11 @@ class Summary:
         products: The number of products by the dtypes of their results, in the sampled steps.
         lower: The name of the format that applies to float32 tensors: the lower precision of the
             run, or fp16 if it is unknown.
-        loss: The course of the loss over all steps.
+        num_optimizers: The number of optimizers that stepped.
+        loss: The course of the loss over all steps; in JSON null if there are ``losses``.
         losses: The loss of each optimizer if these have different losses, as in a GAN; else empty.
-        norm: The course of the norm of the unscaled gradients in the taken steps.
+        norm: The course of the norm of the unscaled gradients in the taken steps; in JSON null if
+            there are several optimizers, whose norms are measured in turn.
         lost_updates: The course of the share of updates lost to rounding in the sampled steps.
         origins: The modules in which skips began, the most frequent first.
         buffers: The buffers that were left inf or NaN; None if there are none.
@@ -388,6 +390,7 @@ class Summary:
     lower: str
     steps: StepCounts
     scale: ScaleCourse | None
+    num_optimizers: int
     loss: Curve | None
     losses: tuple[OptimizerLoss, ...]
     norm: Curve | None
@@ -404,6 +407,11 @@ class Summary:
     def of_kind(self, kind: Kind) -> tuple[Layer, ...]:
         """Return the layers of one kind."""
         return tuple(layer for layer in self.layers if layer.kind == kind)
+
+    @property
+    def bad_weights(self) -> tuple[Layer, ...]:
+        """The weights that had inf or NaN in a sample."""
+        return tuple(layer for layer in self.of_kind("parameter") if layer.inf or layer.nan)
 
     def at(self, key: str) -> Any:
         """Return the number with a key such as ``"loss.recent"``; None if a part of it is None."""
@@ -443,11 +451,6 @@ class Summary:
         return self.is_lowered or layer.is_low
 
     @property
-    def can_underflow(self) -> bool:
-        """Whether any gradient was in a lower precision."""
-        return any(map(self.underflows, self.of_kind("parameter_gradient")))
-
-    @property
     def has_bad_gradients(self) -> bool:
         """Whether a step was taken whose gradients, where they were measured, were inf or NaN."""
         return self.norm is not None and self.norm.num_non_finite > 0
@@ -467,7 +470,7 @@ class Summary:
         Such a loss is of a bad batch, or of weights that the step before has made bad.
         """
         bad = self.went_bad_at
-        weights = {layer.name for layer in self.of_kind("parameter") if layer.nan or layer.inf}
+        weights = {layer.name for layer in self.bad_weights}
         found = [place.diagnosis for place in self.bad_places if place.steps[0] == bad]
         is_known = any(x.verdict in OTHER_CAUSES and x.tensor not in weights for x in found)
         return bad if bad is None or is_known or not weights else max(bad - 1, 1)
@@ -486,16 +489,13 @@ class Summary:
     def has_recovered(self) -> bool:
         """Whether last loss, buffers and weights have no inf or NaN, and skips have ended."""
         is_finite = self.loss is None or math.isfinite(self.loss.last)
-        are_good = not any(layer.nan or layer.inf for layer in self.of_kind("parameter"))
-        return (
-            is_finite and are_good and self.buffers is None and self.steps.skipped_at_end < ENDLESS
-        )
+        are_good = not self.bad_weights and self.buffers is None
+        return is_finite and are_good and self.steps.skipped_at_end < ENDLESS
 
     @property
     def worst_share_lost(self) -> float | None:
         """The largest share of the gradient entries of a parameter that underflow."""
-        shares = (layer.share_lost for layer in self.of_kind("parameter_gradient"))
-        return max(shares, default=None)
+        return max((each.share_lost for each in self.of_kind("parameter_gradient")), default=None)
 
     @property
     def worst_share_lost_updates(self) -> float | None:

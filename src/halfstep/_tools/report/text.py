@@ -193,11 +193,11 @@ def summary_json(summary: Summary, *processes: Summary) -> dict[str, Any]:
 
     ``processes``: those of other processes of the run.
     """
-    plain_values: dict[str, Any] = to_plain(asdict(summary))
-    said = [
-        {"severity": sentence.severity, "text": sentence.text, "follows": sentence.follows}
-        for sentence in sentences(summary)
-    ]
+    loss = None if summary.losses else summary.loss  # else they are of each optimizer in turn
+    norm = None if summary.num_optimizers > 1 else summary.norm
+    plain_values: dict[str, Any] = to_plain(asdict(replace(summary, loss=loss, norm=norm)))
+    keys = ("severity", "text", "follows")
+    said = [{key: getattr(sentence, key) for key in keys} for sentence in sentences(summary)]
     others = list(map(summary_json, processes))
     head = {"schema": SCHEMA, "kind": "report", "sentences": said, "processes": others}
     return head | plain_values
@@ -216,7 +216,8 @@ def comparison_json(comparison: RunComparison) -> dict[str, Any]:
 
 def summary_text(summary: Summary) -> str:
     """Return the sentences for a terminal."""
-    return "\n".join(f"{_label(each)}: {each.text}" for each in sentences(summary))
+    labels = ((FOLLOWED.lower() if s.follows else s.severity, s.text) for s in sentences(summary))
+    return "\n".join(f"{label}: {text}" for label, text in labels)
 
 
 def summary_row(summary: Summary) -> tuple[str, ...]:
@@ -225,10 +226,6 @@ def summary_row(summary: Summary) -> tuple[str, ...]:
     first = next(filter(_is_problem, said), said[0])
     finding = shorten(f"{first.severity}: {first.text}", 100, placeholder=" ...")
     return summary.path, count(steps.num), count(steps.num_skipped), finding
-
-
-def _label(sentence: Sentence) -> str:
-    return FOLLOWED.lower() if sentence.follows else sentence.severity
 
 
 def comparison_text(comparison: RunComparison) -> str:

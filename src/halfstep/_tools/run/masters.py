@@ -126,14 +126,14 @@ class _Adding:
 
     # --- the moments ------------------------------------------------------------------------------
 
-    def before_backward(self, _: object, *, is_early: bool = False) -> None:
+    def before_backward(self, *_: object, is_early: bool = False) -> None:
         if not is_replaying():
             for optimizer in [*self._without_masters, *self._without_guard]:
                 self._add(optimizer, is_early=is_early)
 
     def _forward(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self.before_backward(None, is_early=True)
+            self.before_backward(is_early=True)
         return original(*args, **kwargs)
 
     @compiler.keep_out_of_graphs

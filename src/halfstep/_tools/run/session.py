@@ -260,7 +260,7 @@ class Session:
             self._stack.enter_context(self._watch)
         self._stack.enter_context(noting_warnings(lambda text: self._record.add_note(text)))
 
-    def _require_modules(self, _: object) -> None:
+    def _require_modules(self, *_: object) -> None:
         """End the program at its first backward pass if the policy names a module of no model."""
         self._is_policy_checked, was_checked = True, self._is_policy_checked
         why = None if was_checked or self._policy_use is None else self._policy_use.named_nowhere()

@@ -308,13 +308,13 @@ class StepRunner:
             ValueError: ``loss_fn`` has already run the backward pass.
         """
         self.reset()
-        backward_calls: list[Any] = []
+        backward_calls: list[bool] = []
         with ExitStack() as stack:
             for each in hooks:
                 stack.enter_context(each)
             with (
                 self.region if lowered else nullcontext(),
-                listening_to_backward(backward_calls.append),
+                listening_to_backward(lambda *_: backward_calls.append(True)),
             ):
                 loss = self.task.loss(_copied(self.batch))
             if loss.requires_grad:

@@ -738,7 +738,7 @@ class Watch:
         notes = tuple(self.notes)
         number = self._step if step is None else step
         if found.verdict == "data" and self._was_finite:
-            notes = (*notes, "the loss of the step before it was finite")
+            notes = (*notes, "the loss of the optimizer step before it was finite")
         before = self._went_bad.get(found.tensor or "")
         if found.verdict == "data" and self._is_told(found.tensor):
             return  # an earlier step made it so, and was reported
