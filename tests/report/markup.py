@@ -117,15 +117,12 @@ def told(element: Element) -> Iterator[str]:
         elif piece.tag == "pre":
             yield from ("    " + line for line in piece.text.splitlines())
         elif piece.tag == "tr":
-            yield " | ".join(marked(cell) for cell in piece.all() if cell.tag in CELLS)
+            yield " | ".join(
+                " ".join(each.text.split()) for each in piece.all() if each.tag in CELLS
+            )
         elif piece.tag in LINES:
             yield " ".join(piece.text.split())
         elif piece.tag not in ("script", "style"):
             if piece.tag == "section":
                 yield f"[{piece.attributes.get('id', '')}]"
             yield from told(piece)
-
-
-def marked(cell: Element) -> str:
-    """Return the text of a cell, with a star if it is the best of its row."""
-    return " ".join([*cell.text.split(), *(["*"] if "best" in cell.classes else [])])

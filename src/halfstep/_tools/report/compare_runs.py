@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any
 
 from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
 from halfstep._common.text import Code, Sentence, say
 from halfstep._common.text import names as names_in_text
-from halfstep._tools.report.summary import NOTABLE, Summary
+from halfstep._tools.report.summary import Summary
 
 ALIKE = 0.02
 """The relative difference up to which losses, times and lengths are about the same."""
@@ -24,14 +24,13 @@ class ComparedNumber:
     """One number of each run, as text and as a value: ``"-"`` and None if a run lacks it.
 
     The difference is the first run minus the second; it is empty for more than two runs, or if one
-    lacks the number. ``best`` is the index of the better run, None if no run is better.
+    lacks the number.
     """
 
     name: str
     texts: tuple[str, ...]
     values: tuple[float | None, ...]
     difference: str
-    best: int | None
 
 
 @dataclass(frozen=True)
@@ -54,29 +53,25 @@ class RunComparison:
 
 @dataclass(frozen=True)
 class _Number:
-    """A compared number: its name, its key in a summary, and its format as text.
-
-    A smaller number is better if ``of`` is health, or if it is loss and the losses are comparable.
-    """
+    """A compared number: its name, its key in a summary, and its format as text."""
 
     name: str
     key: str
     text: Callable[[Any], str]
-    of: Literal["", "health", "loss"] = ""
 
 
 _LOSSES = (
-    _Number("last loss", "last", number, "loss"),
-    _Number("mean of the last 20 losses", "recent", number, "loss"),
-    _Number("smallest loss", "min", number, "loss"),
+    _Number("last loss", "last", number),
+    _Number("mean of the last 20 losses", "recent", number),
+    _Number("smallest loss", "min", number),
 )
 _NUMBERS = (
     _Number("steps", "steps.num", count),
     _Number("skipped steps", "steps.num_skipped", count),
-    _Number("skipped other than by dynamic scaling", "steps.num_skipped_later", count, "health"),
+    _Number("skipped other than by dynamic scaling", "steps.num_skipped_later", count),
     _Number("share skipped", "steps.share_skipped", percent),
-    _Number("skipped in a row", "steps.longest_in_a_row", count, "health"),
-    _Number("steps with inf or NaN as loss", "loss.num_non_finite", count, "health"),
+    _Number("skipped in a row", "steps.longest_in_a_row", count),
+    _Number("steps with inf or NaN as loss", "loss.num_non_finite", count),
     _Number("last scale", "scale.last", power),
     _Number("smallest scale", "scale.min", power),
     _Number("mean of the last 20 norms", "norm.recent", number),
@@ -84,7 +79,7 @@ _NUMBERS = (
         "gradient entries that underflow (of float32: in fp16)", "gradients.share_lost", percent
     ),
     _Number("of the worst parameter", "worst_share_lost", percent),
-    _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent, "health"),
+    _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent),
     _Number("of the worst weight", "worst_share_lost_updates", percent),
     _Number("time per step", "facts.seconds_per_step", seconds),
     _Number("duration", "facts.duration", seconds),
@@ -98,7 +93,7 @@ def compare_runs(*runs: Summary) -> RunComparison:
         runs=runs,
         names=names,
         verdict=_verdict(runs, names, why_not),
-        entries=tuple(_entries(runs, why_not)),
+        entries=tuple(_entries(runs)),
         versions=tuple(_versions(runs)),
     )
 
@@ -187,48 +182,34 @@ def _times(runs: Sequence[Summary]) -> str:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
+def _entries(runs: Sequence[Summary]) -> Iterator[ComparedNumber]:
     """Yield the numbers that any run has, with a loss per optimizer if these differ."""
-    are_good = not any(map(_has_failed, runs))
-    can = {"": False, "health": True, "loss": are_good and not why_not}
     head, *rest = _NUMBERS
-    yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
+    yield from _compared(head.name, head, [run.at(head.key) for run in runs])
     optimizers = dict.fromkeys(loss.optimizer for run in runs for loss in run.losses)
     for name in optimizers:
         curves = [next((x.curve for x in run.losses if x.optimizer == name), None) for run in runs]
         for each in _LOSSES:
             values = [None if curve is None else getattr(curve, each.key) for curve in curves]
-            yield from _compared(f"{each.name} of {name}", each, values, False)
+            yield from _compared(f"{each.name} of {name}", each, values)
     for each in () if optimizers else _LOSSES:
-        yield from _compared(each.name, each, [r.at(f"loss.{each.key}") for r in runs], can["loss"])
+        yield from _compared(each.name, each, [run.at(f"loss.{each.key}") for run in runs])
     for each in rest:
         if each.key != "norm.recent" or all(run.num_optimizers == 1 for run in runs):
-            yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
+            yield from _compared(each.name, each, [run.at(each.key) for run in runs])
 
 
-def _compared(
-    name: str, what: _Number, values: Sequence[Any], is_less_better: bool
-) -> Iterator[ComparedNumber]:
+def _compared(name: str, what: _Number, values: Sequence[Any]) -> Iterator[ComparedNumber]:
     known = [value for value in values if value is not None]
     if not known:
         return
-    all_known = len(known) == len(values)
-    is_pair = all_known and len(values) == 2
+    is_pair = len(known) == len(values) == 2
     yield ComparedNumber(
         name,
         texts=tuple(NONE if value is None else what.text(value) for value in values),
         values=tuple(values),
         difference=_difference(values[0], values[1], what.text) if is_pair else "",
-        best=_best(what, values) if is_less_better and all_known else None,
     )
-
-
-def _best(what: _Number, values: Sequence[Any]) -> int | None:
-    """Return the index of the smallest number, if the difference is large enough to matter."""
-    low, *others = sorted(values)
-    enough = NOTABLE if what.text is percent else ALIKE * abs(others[-1])
-    is_single = low < others[0]
-    return values.index(low) if is_single and others[-1] - low >= enough else None
 
 
 def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:

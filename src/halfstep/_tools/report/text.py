@@ -30,8 +30,6 @@ FOLLOWED = "What followed"
 """The heading of the consequences of a problem, in all forms."""
 SCHEMA = 1
 """The version of the ``--json`` output; it changes unless fields are only added."""
-BEST = " *"
-"""The mark after the number of the better run."""
 ENOUGH = 10
 """Number of steps from which a run without problems is called well."""
 _GRADIENTS: dict[Kind, str] = {
@@ -241,16 +239,13 @@ def _comparison(comparison: RunComparison) -> Iterator[str]:
     is_pair = len(names) == 2
     head = ("", *names, *(["difference"] if is_pair else []))
     yield _table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
-    if any(entry.best is not None for entry in comparison.entries):
-        yield f"{BEST.strip()} the better one"
     if comparison.versions:
         rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
         yield _table(("what differs", *names), rows)
 
 
 def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
-    texts = (f"{text}{BEST}" if n == entry.best else text for n, text in enumerate(entry.texts))
-    return entry.name, *texts, *([entry.difference] if is_pair else [])
+    return entry.name, *entry.texts, *([entry.difference] if is_pair else [])
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
