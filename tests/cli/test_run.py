@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests import forked
+from tests.cli.called import in_an_empty_folder as in_an_empty_folder
 
 from halfstep._tools.cli import _build_parser, main
 from halfstep._tools.cli.run import _note_options, add_arguments
@@ -14,11 +15,6 @@ from halfstep._tools.cli.run import _note_options, add_arguments
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[1] / "run" / "corpus" / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_help(capsys):
