@@ -117,8 +117,9 @@ def test_a_policy_may_be_in_a_file(tmp_path):
     (tmp_path / "my.policy").write_text("fp32\n")
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\nwith torch.autocast('cpu'):\n"
-        "    print(torch.nn.Linear(2, 2)(torch.ones(2)).dtype)\n"
+        "import halfstep, torch\nmodel = torch.nn.Linear(2, 2)\n"
+        "with torch.autocast('cpu'), halfstep.trace(model):\n"
+        "    print(model(torch.ones(2)).dtype)\n"
         "import sys; print(sorted({'lightning', 'torch._dynamo',"
         " 'torch.distributed.fsdp'} & set(sys.modules)))\n"
     )
