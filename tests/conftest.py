@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import signal
 import sys
@@ -115,14 +116,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What was imported and collected stays; each collection of garbage would look through it.
     gc.enable()
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(700, 10, 100)  # what tests import in turn, too, takes a fifth of a second
+    _freeze(len(sys.modules) // 400)
     # Else extensions say at the end that these objects leak. Earlier than that, it would be looked
     # through for each of the collections with which pytest itself ends.
     atexit.register(gc.unfreeze)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    _freeze(len(sys.modules) // 400)  # once more when a test has imported torch._dynamo, or so
+
+
+@functools.cache
+def _freeze(_: int) -> None:
+    """Keep what stays out of collections of garbage, and out of searches for live optimizers."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from tests import forked
 from torch import Tensor, nn
 
 import halfstep
@@ -92,7 +91,7 @@ def test_diagnose_replays_a_step_that_exports() -> None:
     assert "inf" in str(halfstep.diagnose(step, model=model))
 
 
-def test_the_first_export_of_a_process() -> None:
+def test_the_first_export_of_a_process(tmp_path: Path) -> None:
     program = """
 import sys, torch, halfstep
 from torch.export import export
@@ -104,4 +103,4 @@ with halfstep.trace(model):
 assert sys.modules["torch.export._trace"]._export is not function
 assert not any("halfstep" in type(each).__module__ for each in sys.meta_path)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    assert forked.python("-c", program, cwd=tmp_path).code == 0

@@ -57,7 +57,7 @@ class Expected:
 
 LOSS = r"loss +(-?\d\S*)"
 EXPECTED = {
-    "accumulate": Expected("--steps 400", LOSS, 3, "scale scale scale scale step update"),
+    "accumulate": Expected("--steps 400 --parts 2", LOSS, 3, "scale scale scale scale step update"),
     "basic_loop": Expected("--steps 250", LOSS, 10),
     "by_hand": Expected("--steps 100", LOSS, 2),
     "clip_gradients": Expected(

@@ -223,19 +223,12 @@ def test_a_rule_for_a_head_with_tied_weights(action: str) -> None:
     assert model.embed.weight.dtype is FP32
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
     """Without care, Inductor drops the rounding of factors that are cast down and up again."""
     if backend == "inductor" and (DEVICE != "cpu" or shutil.which("g++") is None):
         pytest.skip("inductor needs a device and a C++ compiler")
+    torch._dynamo.reset()
     given = inputs("linear, bias")
     up = torch.randn(2, 5, 7, generator=seeded(9)).to(DEVICE)
     compiled = torch.compile(CALLS["linear, bias"][0], backend=backend, fullgraph=True)

@@ -32,12 +32,8 @@ Change = Callable[[nn.Parameter], object]
 
 
 @pytest.fixture(autouse=True)
-def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_weights_too_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "SMALL", 0)
-
-
-@pytest.fixture(autouse=True)
-def with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "NUM_WATCHED", 1_000_000)
 
 

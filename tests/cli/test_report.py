@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 from tests.cli.called import called
+from tests.cli.called import in_an_empty_folder as in_an_empty_folder
 from tests.report import records
 
 from halfstep._tools.cli import main
 from halfstep._tools.record.files import LineWriter, file_of
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_it_writes_the_page_and_prints_sentences_and_its_path(tmp_path, capsys):

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests import forked
+from tests.cli.called import in_an_empty_folder as in_an_empty_folder
 
 from halfstep._tools.cli import _build_parser, main
 from halfstep._tools.cli.run import _note_options, add_arguments
@@ -14,11 +15,6 @@ from halfstep._tools.cli.run import _note_options, add_arguments
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[1] / "run" / "corpus" / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_help(capsys):
@@ -121,8 +117,9 @@ def test_a_policy_may_be_in_a_file(tmp_path):
     (tmp_path / "my.policy").write_text("fp32\n")
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\nwith torch.autocast('cpu'):\n"
-        "    print(torch.nn.Linear(2, 2)(torch.ones(2)).dtype)\n"
+        "import halfstep, torch\nmodel = torch.nn.Linear(2, 2)\n"
+        "with torch.autocast('cpu'), halfstep.trace(model):\n"
+        "    print(model(torch.ones(2)).dtype)\n"
         "import sys; print(sorted({'lightning', 'torch._dynamo',"
         " 'torch.distributed.fsdp'} & set(sys.modules)))\n"
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests import forked
 
 from halfstep._tools.cli import main
 from halfstep._tools.record.read import read_run
@@ -12,9 +13,15 @@ from halfstep._tools.record.read import read_run
 SCRIPT = Path(__file__).parent / "corpus" / "scripts" / "overflow.py"
 
 
-@pytest.fixture
-def done(halfstep_run, tmp_path):
-    done = halfstep_run("--diagnose", "-o", "out", "--every", "1", SCRIPT)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("diagnosed")
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    words = "run", "--diagnose", "-o", "out", "--every", 1, SCRIPT
+    done = forked.python("-m", "halfstep", *words, cwd=folder)
     assert done.code == 0, done.err
     return done
 
@@ -30,22 +37,22 @@ def test_the_step_the_op_the_line_and_the_cure_are_printed(done):
     assert last.startswith("halfstep: 6 steps recorded, 1 skipped, 1 diagnosis; ")
 
 
-def test_the_record_the_report_and_the_check_have_it(done, tmp_path, capsys):
-    (only,) = read_run(tmp_path / "out").diagnoses
+def test_the_record_the_report_and_the_check_have_it(done, folder, capsys):
+    (only,) = read_run(folder / "out").diagnoses
     rank, step, found = only.rank, only.step, only.diagnosis
     assert (rank, step, found.verdict) == (0, 4, "range")
     assert str(found).partition("\n")[0] in done.err
-    assert main(["report", str(tmp_path / "out"), "--json"]) == 0
+    assert main(["report", str(folder / "out"), "--json"]) == 0
     (place,) = json.loads(capsys.readouterr().out)["bad_places"]
     assert (place["steps"], place["diagnosis"]["bad"]["module"]) == ([4], "up")
-    assert main(["check", str(tmp_path / "out")]) == 1
+    assert main(["check", str(folder / "out")]) == 1
     assert "bad: Step 4 went bad: `linear`" in capsys.readouterr().out
 
 
-def test_the_training_and_the_rest_of_the_record_are_the_same(done, halfstep_run, tmp_path):
+def test_the_training_and_the_rest_of_the_record_are_the_same(done, folder, halfstep_run, tmp_path):
     alone = halfstep_run("-o", "alone", "--every", "1", SCRIPT)
     assert alone.out == done.out
-    first, second = read_run(tmp_path / "out"), read_run(tmp_path / "alone")
+    first, second = read_run(folder / "out"), read_run(tmp_path / "alone")
     # As text, in which NaN is NaN.
     assert str([replace(s, time=0) for s in first.steps]) == str(
         [replace(s, time=0) for s in second.steps]

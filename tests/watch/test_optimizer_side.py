@@ -89,7 +89,7 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(name, setting, ha
 
     with warnings.catch_warnings(action="ignore"):
         scaler = halfstep.GradScaler(init_scale=4.0) if has_scaler else None
-        watch, steps = watched(model, optimizer, before_step=change, scaler=scaler)
+        watch, steps = watched(model, optimizer, 7, before_step=change, scaler=scaler)
     (found,) = watch.found  # weights that are NaN in the steps after it are left over from it
     assert steps == [5]
     assert (found.verdict, found.tensor) == ("data", f"{name} of AdamW")

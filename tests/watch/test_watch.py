@@ -484,11 +484,14 @@ def test_a_cure_is_searched_once_for_each_place(
         return judged(self, cure, *args, **changes)
 
     monkeypatch.setattr(CureTrial, "judged", counted)
-    nums = []
-    for num in (2, 3, 5):
-        trials[0] = 0
-        watch = scaled_steps(loss, num, init_scale=2.0**14)
-        nums.append(trials[0])
+    before = dict[int, int]()  # trials before a step
+
+    def noted(out: Tensor, i: int) -> Tensor:
+        before.setdefault(i, trials[0])
+        return loss(out, i)
+
+    watch = scaled_steps(noted, 5, init_scale=2.0**14)
+    nums = before[2], before[3], trials[0]
     assert [found.verdict for found in watch.found] == verdicts
     assert watch._num_tried >= 4
     assert nums[0] == nums[1] > 0

@@ -24,7 +24,7 @@ class Net(nn.Module):
 model = Net()
 opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=0, foreach=True)
 scaler = halfstep.GradScaler("cpu", init_scale=64.0)
-for i in range(30):
+for i in range(7):
     ids = torch.randint(0, 20 if i < 10 else 40, (16, 5))
     with torch.autocast("cpu", dtype=torch.float16):
         loss = nn.functional.cross_entropy(model(ids), ids[:, 0] % 4)

@@ -8,7 +8,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Linear(8, 5)
 opt = torch.optim.Adam(model.parameters(), lr=0.05)
-for i in range(150):
+for i in range(21):
     x = torch.randn(64, 8)
     y = x[:, :4].argmax(1)  # no row of the fifth class
     counts = torch.bincount(y, minlength=5).float()

@@ -9,7 +9,7 @@ from torch import nn
 torch.manual_seed(7)
 nets = nn.ModuleList(nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(4))
 optimizer, losses = torch.optim.Adam(nets.parameters(), lr=3e-3), []
-for step in range(60):
+for step in range(15):
     x = torch.randn(128, 4)
     if step == 8:
         x[3] = 900.0

@@ -10,7 +10,7 @@ torch.manual_seed(0)
 critic = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
 nn.init.zeros_(critic[2].weight)
 opt = torch.optim.Adam(critic.parameters(), lr=1e-2)
-for _ in range(60):
+for _ in range(7):
     real, fake = torch.randn(32, 4) + 1, torch.randn(32, 4)
     between = ((real + fake) / 2).requires_grad_()
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)

@@ -11,7 +11,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
 opt = torch.optim.Adam(model.parameters(), lr=1e-2)
 losses = []
-for i in range(120):
+for i in range(16):
     points = torch.rand(12, 1) * 0.9 + 0.1
     if i == 9:
         points[0] = 0.0

@@ -10,7 +10,7 @@ torch.manual_seed(5)
 w = torch.randn(10, 1)
 net = nn.Sequential(nn.Linear(10, 48), nn.Tanh(), nn.Linear(48, 1))
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
-for i in range(200):
+for i in range(55):
     opt.param_groups[0]["lr"] -= 0.01
     x = torch.randn(32, 10)
     loss = (net(x) - x @ w).square().mean()

@@ -19,7 +19,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.05)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, poly)
 x = torch.randn(256, 6)
 y = x.square().sum(1, keepdim=True)
-for _ in range(60):
+for _ in range(32):
     loss = (model(x) - y).square().mean()
     optimizer.zero_grad()
     loss.backward()

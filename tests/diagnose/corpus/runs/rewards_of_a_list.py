@@ -10,7 +10,7 @@ random.seed(0)
 torch.manual_seed(0)
 values = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 3))
 optimizer = torch.optim.SGD(values.parameters(), lr=1e-2)
-for i in range(1, 31):
+for i in range(1, 10):
     states = torch.rand(32, 2) * 200
     actions = torch.randint(0, 3, (32,))
     paid = [random.uniform(0.0, 500.0) for _ in range(32)]

@@ -37,7 +37,7 @@ class SAM(torch.optim.Optimizer):
 
 model = nn.Linear(5, 1)
 opt = SAM(model.parameters(), torch.optim.SGD, lr=0.3)
-for _ in range(60):
+for _ in range(9):
     y = torch.randint(0, 2, (16, 1)) * 2.0 - 1
     x = torch.randn(16, 5) * 0.3 + y
 

@@ -11,7 +11,7 @@ mu_head, sigma_head = nn.Linear(32, 1), nn.Linear(32, 1)
 nn.init.constant_(sigma_head.bias, 1.0)
 opt = torch.optim.Adam([*body.parameters(), *mu_head.parameters(), *sigma_head.parameters()], 5e-3)
 w = torch.randn(4)
-for _ in range(200):
+for _ in range(55):
     x = torch.randn(64, 4)
     y = x @ w + 0.05 * torch.randn(64)
     h = body(x)

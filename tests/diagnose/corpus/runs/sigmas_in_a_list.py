@@ -11,7 +11,7 @@ targets = [x.sum(1), x[:, 0] * 2]
 heads = nn.ModuleList([nn.Linear(3, 1) for _ in targets])
 spreads = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in targets])
 opt = torch.optim.SGD([*heads.parameters(), *spreads], lr=0.3)
-for _ in range(60):
+for _ in range(20):
     loss = 0.0
     for k, target in enumerate(targets):
         error = (heads[k](x).squeeze(1) - target).square().mean()

@@ -12,7 +12,7 @@ centers = nn.Parameter(torch.randn(5, 3))
 opt = torch.optim.SGD([*model.parameters(), centers], lr=0.1)
 means = 3 * torch.randn(5, 8)
 losses = []
-for i in range(120):
+for i in range(7):
     y = torch.randint(0, 5, (64,))
     x = means[y] + 0.2 * torch.randn(64, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -25,7 +25,7 @@ x = torch.randn(32, 6)
 y = torch.sign(x[:, 0])
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 opt = PolyakSGD(model.parameters(), {})
-for _ in range(80):
+for _ in range(21):
     rows = torch.randint(0, 32, (4,))
     loss = torch.relu(1 - y[rows] * model(x[rows]).squeeze(1)).mean()
     opt.zero_grad()

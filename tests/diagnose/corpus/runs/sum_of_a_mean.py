@@ -9,7 +9,7 @@ torch.manual_seed(0)
 head = nn.Linear(8, 64)
 opt = torch.optim.SGD(head.parameters(), lr=1e-45)
 memory = torch.ones(64, 8)
-for i in range(150):
+for i in range(76):
     memory = 1.8 * memory
     loss = (head(memory) ** 2).mean()  # bad
     opt.zero_grad()

@@ -9,7 +9,7 @@ torch.manual_seed(3)
 net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 2))
 nn.init.constant_(net[2].bias, 1.0)
 opt = torch.optim.Adam(net.parameters(), 5e-3)
-for _ in range(200):
+for _ in range(81):
     x = torch.randn(64, 3)
     y = x.sum(1) + 0.1 * torch.randn(64)
     out = net(x)

@@ -9,7 +9,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
 x = torch.randn(16, 4)
 opt = torch.optim.Adam(net.parameters(), lr=0.02)
-for i in range(1, 101):
+for i in range(1, 46):
     mean, log_var = net(x).unbind(1)
     loss = 0.5 * (log_var + (0 * mean) ** 2 * torch.exp(-log_var)).mean()  # bad
     opt.zero_grad()

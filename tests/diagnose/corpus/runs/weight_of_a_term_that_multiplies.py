@@ -17,7 +17,7 @@ def size_of(loss):
     return torch.autograd.grad(loss, net[0].weight, retain_graph=True)[0].abs().mean()
 
 
-for _ in range(40):
+for _ in range(22):
     x = torch.rand(64, 1)
     data_loss = (net(x) - 30 * torch.sin(6 * x)).square().mean()
     edge_loss = net(edge).square().mean()

@@ -9,7 +9,7 @@ from torch import nn
 torch.manual_seed(0)
 critic = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
 opt = torch.optim.SGD(critic.parameters(), lr=0.05)
-for i in range(300):
+for i in range(31):
     real, fake = torch.randn(64, 2) + 2, torch.randn(64, 2)
     loss = critic(fake).mean() - critic(real).mean()
     opt.zero_grad()
