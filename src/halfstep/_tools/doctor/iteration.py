@@ -26,7 +26,8 @@ class Iteration:
     scalers: frozenset[str] = frozenset()  # the keys of all their scalers; "" for unknown ones
     line: int = 0  # the line of a backward pass, of an unscaled one if there is any
     loss: str = ""  # the loss of this pass
-    used: frozenset[str] = frozenset()  # optimizers that have stepped with the gradients
+    # Optimizers that have stepped with the gradients, and the line of a scaler's step, or 0.
+    used: frozenset[tuple[str, int]] = frozenset()
     is_dropped: bool = False  # zero_grad came after the backward pass
     is_uncertain: bool = False  # an unknown call may have changed the gradients
     unscaled: _Calls = frozenset()  # calls of unscale_ since update
@@ -41,6 +42,10 @@ class Iteration:
     def is_used(self) -> bool:
         """Whether a step has used the gradients."""
         return bool(self.used)
+
+    def steps_of(self, optimizer: str) -> list[int]:
+        """Return the lines of the scaler's steps that have used the gradients, 0 of plain ones."""
+        return [line for key, line in self.used if key == optimizer]
 
     @property
     def is_scaled(self) -> bool:
@@ -122,8 +127,7 @@ def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Ite
     elif now.losses and not now.is_uncertain and not call.has_closure and call.is_one:
         _check_step(now, call, is_idle, report)
     stepped = now.stepped | {(call.scaler, call.optimizer, call.line)}
-    used = now.used | {call.optimizer}
-    return replace(now, stepped=stepped, used=used, clipped=0)
+    return replace(now, stepped=stepped, used=now.used | {(call.optimizer, call.line)}, clipped=0)
 
 
 def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> None:
@@ -139,7 +143,7 @@ def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> No
 
 def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
     """Report gradients whose scale differs from that of their loss; return whether they do."""
-    if call.optimizer in now.used:  # no new gradients since its step
+    if now.steps_of(call.optimizer):  # no new gradients since its step
         return False
     updated = [line for key, line in now.updated if key == call.scaler]
     is_other = bool(now.scalers) and all(_are_beside(call.scaler, scaler) for scaler in now.scalers)
@@ -158,19 +162,19 @@ def _are_beside(one: str, other: str) -> bool:
 
 def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``optimizer.step()``."""
-    steps = [line for _, key, line in now.stepped if key == call.optimizer]
+    steps = now.steps_of(call.optimizer)
     is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
     is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them
     names = {"scaler": now.scaler or "scaler", **call.names}
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
-    if is_known and steps:
-        report("step-twice", call.line, first=min(steps), **names)
-    elif is_known and is_unscaled and call.optimizer not in now.used:
+    if is_known and any(steps):
+        report("step-twice", call.line, first=min(filter(None, steps)), **names)
+    elif is_known and is_unscaled and not steps:
         if call.decided <= now.decided:  # no condition since unscale_, such as isfinite(norm)
             report("step-unchecked", call.line, **names)
     elif is_known and now.is_scaled and not is_late:
         report("scaler-bypassed", call.line, **names)
-    return replace(now, used=now.used | {call.optimizer}, clipped=0)
+    return replace(now, used=now.used | {(call.optimizer, 0)}, clipped=0)
 
 
 def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
