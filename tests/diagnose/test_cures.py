@@ -378,3 +378,38 @@ loss = (p * torch.log(p)).sum()"""
     found = diagnosed(body, tmp_path)
     assert found.cure.is_finite
     assert not any("Bool" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("size", "rules"),
+    [(2e-2, "mul@first:fp32; mul@second:fp32"), (1e-5, "mul@first:fp32")],
+)
+def test_a_rule_serves_siblings_that_come_near_the_limit_at_the_same_line(
+    size: float, rules: str, tmp_path: Path
+) -> None:
+    head = f"""
+class Square(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size = nn.Parameter(torch.tensor(size))
+
+    def forward(self, x):
+        return x + (x.half() * self.size).mean(-1, keepdim=True).log1p()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Square(2e5), Square(2e5 * {size}), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+net, batch = Net(), torch.full((8, 4), 2.0)
+"""
+    body = """
+with torch.autocast("cpu", dtype=torch.float16):
+    x = batch.half()
+    loss = net(x).float().mean()"""
+    cure = diagnosed(body, tmp_path, head).cure
+    assert cure.policy.endswith(rules)
+    assert any("in second" in remark for remark in cure.remarks) == ("second" in rules)

@@ -228,7 +228,7 @@ def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
 
 def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RULES) -> Cure | None:
     """Add rules until a replay is finite; for each bad op, try the narrowest rule first."""
-    rules: list[str] = []
+    rules: dict[str, Blame] = {}
     for _ in range(most):
         for rule in _rules_for(blame.place, blame.op, trial.model):
             policy = _with_rules(base, [*rules, rule])
@@ -238,15 +238,54 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RUL
             is_moved = after is not None and after.phase == "backward" != blame.phase
             scale = _scale_with(trial, policy) if is_moved else None
             if after is None or scale is not None:
-                cure = _of_policy(policy, trial, scale, is_finite=True)
-                return trial.judged(cure, policy=policy, scale=scale or trial.scale)
+                changes: dict[str, Any] = {"policy": policy, "scale": scale or trial.scale}
+                wider, remarks = _with_siblings(trial, base, {**rules, rule: blame}, changes)
+                cure = _of_policy(wider or policy, trial, scale, is_finite=True)
+                changes["policy"] = wider or policy
+                return trial.judged(replace(cure, remarks=remarks), **changes)
             if after.where != blame.where:  # one rule is not enough
-                rules.append(rule)
-                blame = after
+                rules[rule], blame = blame, after
                 break
         else:
             return None
     return None
+
+
+NEAR = 16.0
+"""How far from the limit of its dtype a result is that may reach it in a later step."""
+
+
+def _with_siblings(
+    trial: CureTrial, base: Policy, rules: dict[str, Blame], changes: dict[str, Any]
+) -> tuple[Policy | None, tuple[str, ...]]:
+    """Return a policy that also serves modules in which the same line comes near the limit.
+
+    ``changes`` have a policy of the rules with which the step is finite. The modules are of the
+    class of one that has a rule. Many of them are all modules, for an op. None if there are none.
+    """
+    named = () if trial.model is None else trial.model.named_modules()
+    kinds = {without_wrappers(name): type(module) for name, module in named}
+    bad = {r: b.where for r, b in rules.items() if "@" in r and b.phase == "forward"}
+    if not any([*kinds.values()].count(kinds[module]) > 1 for _, module, _ in bad.values()):
+        return None, ()
+    by_line = trial.shares_of_limits({op for op, _, _ in bad.values()}, **changes)
+    more, remarks = dict.fromkeys(rules), []
+    for rule, (op, module, _) in bad.items():
+        near = {
+            other: share
+            for shares in by_line.values()
+            for other, share in shares.items()
+            if module in shares and kinds.get(other) is kinds[module] and share * NEAR >= 1
+        }
+        of_others = [rule.replace(f"@{module}:", f"@{other}:") for other in near]
+        if len(near) > MOST_RULES and rule.startswith(f"{op}@"):
+            of_others = [f"{op}:fp32"]
+        more |= dict.fromkeys(of_others)
+        said = listed([f"{share:.0%} in {other}" for other, share in near.items()])
+        remarks += [f"{op} of the same line reaches, of the limit, {said}"] if near else []
+    policy = _with_rules(base, [*more]) if remarks else None
+    is_finite = policy is not None and trial.is_finite(**{**changes, "policy": policy})
+    return (policy, tuple(remarks)) if is_finite else (None, ())
 
 
 def _rules_for(place: OpPlace, name: str, model: nn.Module | None) -> Iterator[str]:
