@@ -33,6 +33,7 @@ from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
     RECTIFIERS,
     SPLITS,
+    STANDARDISED,
     WITHOUT,
     Edit,
     cast_after,
@@ -605,10 +606,21 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     """Return casts of arguments to float32 as the cure, or edits specific to the function."""
     if call is None:
         return None
-    if (limited := _of_limited_cast(trial, blame, call)) is not None:
-        return limited
+    for first in (_of_cast_data, _of_limited_cast):
+        if (cure := first(trial, blame, call)) is not None:
+            return cure
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
     return _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
+
+
+def _of_cast_data(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
+    """Return standardised data as the cure, if a cast outside of all modules reads their values."""
+    if call.function not in CASTS or blame.place.module:
+        return None
+    if any(is_layer(maker.function) for maker in trial.makers(blame.forward_number)):
+        return None
+    cure = of_edit(trial, call, STANDARDISED)
+    return cure if cure is not None and flaw_of(cure, trial.usual) < Flaw.NO_CURE else None
 
 
 def _of_limited_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:

@@ -256,6 +256,26 @@ def _some_key(value: Any, eps: float) -> str | None:
     return _limited(f"-{_FAR}", None)(value, eps)
 
 
+LARGE = 50.0
+"""The size of a value from which on it is large for an input or a target."""
+
+
+def is_large_in_most(tensor: Tensor) -> bool:
+    """Return whether the median of a column is large, so that no single row is an outlier."""
+    sizes = tensor.float().abs()
+    columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
+    return float(columns.median(0).values.amax()) >= LARGE
+
+
+def _standardised(value: Any, eps: float) -> str | None:
+    """Standardise data with large values, by column if they have some."""
+    is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+    if not is_number or value.requires_grad or not is_large_in_most(value):
+        return None
+    at = "0" if value.dim() == 2 else ""
+    return f"({{0}} - {{0}}.mean({at})) / ({{0}}.std({at}) + {eps:g})"
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 _LEAST = (Edit((0,), _limited("eps", None)), Edit((0,), _limited("eps", None), 1e3))
@@ -341,6 +361,9 @@ IN_FLOAT32 = (
 """Casts of lower-precision arguments, for calls that autocast does not control."""
 WITHOUT = Edit((OPERAND,), _is("{}"))
 """The edit that leaves out a call, such as a cast, and keeps what it is called on."""
+
+STANDARDISED = Edit((0,), _standardised)
+"""The edit that standardises the data that a call reads, such as a cast."""
 
 
 def cast_after(name: str) -> Edit:

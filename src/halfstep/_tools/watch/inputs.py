@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
+from halfstep._tools.diagnose.edits import LARGE, is_large_in_most
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import Change
 from halfstep._tools.measure import bytes_of, is_finite, is_mask
@@ -27,8 +28,6 @@ from halfstep._tools.replay.kept_calls import (
 )
 from halfstep._tools.user_code import is_same_view, path_to, span_of, tree_of
 
-LARGE = 50.0
-"""The size of a value from which on it is large for an input or a target."""
 HOW_TO_STANDARDISE = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
@@ -74,13 +73,8 @@ def _scaled(tensor: Tensor) -> Tensor:
 
 
 def _is_large_in_most(large: _Large) -> bool:
-    """Return whether the median of a column is large, so that no single row is an outlier."""
     tensor = large.source
-    if bytes_of(tensor) > LARGEST_COPY or is_mask(tensor):
-        return False
-    sizes = tensor.float().abs()
-    columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
-    return float(columns.median(0).values.amax()) >= LARGE
+    return bytes_of(tensor) <= LARGEST_COPY and not is_mask(tensor) and is_large_in_most(tensor)
 
 
 def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
