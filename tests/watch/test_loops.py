@@ -213,3 +213,32 @@ def test_a_skip_of_dynamic_scaling_has_left_a_gradient_in_the_batch() -> None:
             num_bad += int(x.grad is not None and bool(x.grad.isnan().any()))
     assert num_bad
     assert not told
+
+
+def shares(counts: Tensor) -> tuple[Tensor, Tensor]:
+    first = counts / counts.sum(1, keepdim=True)
+    second = counts.square() / counts.square().sum(1, keepdim=True)
+    return first, second
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda p: torch.multinomial(p, 1)[:, 0],
+        lambda p: torch.distributions.Categorical(p, validate_args=True).sample(),
+    ],
+    ids=["op", "check"],
+)
+def test_a_cure_is_finite_up_to_what_has_raised_the_error(draw: Callable[[Tensor], Tensor]) -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    with suppress(RuntimeError, ValueError), watch:
+        for step, (x, y) in enumerate(run.batches, start=1):
+            first, second = shares(torch.zeros(4, 3) if step == BAD_STEP else y)
+            out = run.model(x)
+            taken = draw(out.softmax(1) * (1 + first) + second)
+            run.take(nn.functional.cross_entropy(out, taken))
+    (found,) = watch.found
+    assert found.bad is not None
+    assert found.cure is not None
+    assert [each.text.split()[0] for each in found.cure.edits] == ["first", "second"]
+    assert found.cure.is_finite

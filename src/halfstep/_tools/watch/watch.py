@@ -273,7 +273,7 @@ class Watch:
             self._end_live(None, is_last=True)
             if is_observing(self) and (error is None or not issubclass(error, KeyboardInterrupt)):
                 if error is not None and self._running.left_out is None:
-                    self._running.left_out = self._capture.log.first_bad()
+                    self._running.left_out = self._capture.log.bad_at_end()
                 self._conclude(is_last=True)
         finally:
             self._stack.close()
