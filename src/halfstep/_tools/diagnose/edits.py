@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import HALVES
+from halfstep._tools.measure import is_large_in_most
 
 Expression = Callable[[Any, float], str | None]
 """A function from a value and a small number to an expression; None if none fits the value."""
@@ -254,17 +255,6 @@ def _some_key(value: Any, eps: float) -> str | None:
     if isinstance(value, Tensor) and value.dtype is torch.bool:
         return _SOME_KEY
     return _limited(f"-{_FAR}", None)(value, eps)
-
-
-LARGE = 50.0
-"""The size of a value from which on it is large for an input or a target."""
-
-
-def is_large_in_most(tensor: Tensor) -> bool:
-    """Return whether the median of a column is large, so that no single row is an outlier."""
-    sizes = tensor.float().abs()
-    columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
-    return float(columns.median(0).values.amax()) >= LARGE
 
 
 def _standardised(value: Any, eps: float) -> str | None:

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
-from halfstep._tools.diagnose.edits import LARGE, is_large_in_most
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import Change
-from halfstep._tools.measure import bytes_of, is_finite, is_mask
+from halfstep._tools.measure import (
+    LARGE_DATA,
+    bytes_of,
+    is_finite,
+    is_large_in_most,
+    is_mask,
+)
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
@@ -166,7 +171,7 @@ def _said(name: str, tensor: Tensor) -> str:
     sizes = tensor.float().abs()
     columns = sizes.amax(0) if tensor.dim() == 2 else sizes.amax().reshape(1)
     largest, column = map(float, columns.max(0))
-    if largest < LARGE:
+    if largest < LARGE_DATA:
         return ""
     columns[int(column)] = 0
     other = float(columns.max())
