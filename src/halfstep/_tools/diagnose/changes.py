@@ -279,6 +279,8 @@ class Changes(Source):
         names = {name: ast.parse(text, mode="eval").body if text else None for name, text in texts}
         if root is None or not all(p is not None and self._is_before(p, root) for p in parts):
             return False
+        if isinstance(root, ast.Call) and not _is_of(root, rewrite.root.function):
+            return False  # it calls that function, as a distribution does, and returns another
         for name, operand in rewrite.operands.items():
             uses = [n for n in ast.walk(rewrite.tree) if isinstance(n, ast.Name) and n.id == name]
             names[name] = self._operand(operand, root, is_used_once=len(uses) == 1)

@@ -532,18 +532,26 @@ def of_formula(trial: CureTrial, call: UserCall) -> Cure | None:
 def _of_formulas(
     trial: CureTrial, call: UserCall, formulas: Formulas, chosen: list[StableForm]
 ) -> Cure | None:
-    """Rewrite formulas with the bad call, then those with the call that is bad after that."""
+    """Rewrite formulas with the bad call, then those with the call that is bad after that.
+
+    A form that can be pasted comes first.
+    """
+    told: Cure | None = None
     for forms in formulas.around(call)[:MOST_FORMS]:
         now = [*chosen, *forms]
         tried, found = trial.rewritten(now)
         if tried.blame is None:
             cure = replace(_of_changes([form.rewrite for form in now]), is_finite=True)
-            return trial.judged(cure, partial(Formulas, [form.root for form in now]))
+            if cure.edits or told is None:
+                told = trial.judged(cure, partial(Formulas, [form.root for form in now]))
+            if cure.edits:
+                return told
+            continue
         if (after := call_of(tried.calls, tried.blame)) is not None and len(now) < MOST_EDITS:
             further = _of_formulas(trial, after, found, now)
             if further is not None:
                 return further
-    return None
+    return told
 
 
 def _where_to_look(blame: Blame, makers: list[Maker]) -> Cure:

@@ -480,9 +480,11 @@ class CallLog:
         """Return the bad value for which a call, or the script, has raised an error. Sync: many.
 
         It is what the call was given, or what the last condition was computed of; if these are
-        finite, the first bad value of this step.
+        finite, the first bad value of this step, else what a model would have returned.
         """
-        made = [] if self.raised is None else [each.made for each in self.raised.arguments]
+        raised, made = self.raised, list[Made | None]()
+        if raised is not None:
+            made += [each.made for each in raised.arguments]
         if self.asked is not None:
             calls = reversed(needed_for([self.asked.call]))
             made += [Made(call, n) for call in calls for n in range(len(call.results))]
@@ -491,7 +493,8 @@ class CallLog:
                 tensor = each.call.results[each.position][0]()
                 if tensor is not None and not is_finite(tensor) and not is_mask(tensor):
                     return each
-        return self.first_bad()
+        within = Made(raised.call, -1) if raised and is_model(raised.call.function) else None
+        return self.first_bad() or within
 
 
 @contextmanager
