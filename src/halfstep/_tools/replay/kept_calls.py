@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, nn
 
 from halfstep._autocast import Region, Settings, autocast
-from halfstep._common.machine import RandomStates
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, modes
@@ -127,11 +127,15 @@ class KeptCall:
         same = [t for t, version in found if t is not None and t._version == version]
         return same if len(same) == len(found) else None
 
+    def placeholders(self) -> list[Any]:
+        """Return all that it was given, out of containers."""
+        found: list[Any] = []
+        map_plain(found.append, (self.args, self.kwargs))
+        return found
+
     def arguments(self) -> Iterator[tuple[Tensor, KeptCall | None]]:
         """Yield its tensor arguments that are alive, each with the call that made it, if any."""
-        placeholders: list[Any] = []
-        map_plain(placeholders.append, (self.args, self.kwargs))
-        for each in placeholders:
+        for each in self.placeholders():
             tensor = _tensor_of(each)
             if tensor is not None:
                 yield tensor, each.call if type(each) is Made else None
@@ -404,6 +408,27 @@ def _again(
 
 
 CALLED_AGAIN.add(_again.__code__)
+
+
+def data_again(argument: object) -> Tensor | None:
+    """Return a tensor argument of a call, made again if it is gone; None if a model made it.
+
+    It may be drawn; random states are restored.
+    """
+    tensor = _tensor_of(argument)
+    if tensor is not None or type(argument) is not Made:
+        return tensor
+    calls, made = needed_for([argument.call]), dict[KeptCall, list[Tensor]]()
+    if any(isinstance(each.function, nn.Module) for each in calls) or why_not_again(calls):
+        return None
+    states = RandomStates(accelerators())
+    try:
+        with modes.unseen_by_modes():
+            for call in calls:
+                made[call] = _again(call, made, None)
+    finally:
+        states.restore()
+    return made[argument.call][argument.position]
 
 
 def _value(placeholder: Any, made: dict[KeptCall, list[Tensor]]) -> Any:
