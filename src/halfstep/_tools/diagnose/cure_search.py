@@ -614,21 +614,22 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     """Return casts of arguments to float32 as the cure, or edits specific to the function."""
     if call is None:
         return None
-    for first in (_of_cast_data, _of_limited_cast):
-        if (cure := first(trial, blame, call)) is not None:
-            return cure
+    if (limited := _of_limited_cast(trial, blame, call)) is not None:
+        return limited
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
-    return _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
+    cure = _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
+    last = abs(cure.losses[-1]) if cure is not None and cure.losses else 0.0
+    scaled = _of_cast_data(trial, blame, call) if last > FAR else None
+    return scaled if scaled and abs(scaled.losses[-1]) < last / FAR else cure
 
 
 def _of_cast_data(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
     """Return standardised data as the cure, if a cast outside of all modules reads their values."""
     if call.function not in CASTS or blame.place.module:
         return None
-    if any(is_layer(maker.function) for maker in trial.makers(blame.forward_number)):
-        return None
-    cure = of_edit(trial, call, STANDARDISED)
-    return cure if cure is not None and flaw_of(cure, trial.usual) < Flaw.NO_CURE else None
+    is_data = not any(is_layer(each.function) for each in trial.makers(blame.forward_number))
+    cure = of_edit(trial, call, STANDARDISED) if is_data else None
+    return cure if cure is not None and fall(cure.losses) > 0 else None
 
 
 def _of_limited_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
