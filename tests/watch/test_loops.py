@@ -268,3 +268,32 @@ def test_an_error_inside_of_a_model_is_diagnosed_and_the_formula_is_edited_where
     assert found.bad.op == "exp"
     assert found.cure is not None
     assert found.cure.text == "p = torch.softmax(z, 1)  # bad"
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda out, y: (out.argmax(1) == y).sum() / (y > 5).sum(),
+        lambda out, y: 1 / (out > 1e9).float().mean(),
+        lambda out, y: torch.bincount(out.argmax(1), minlength=9) / torch.zeros(9),
+    ],
+    ids=["accuracy", "share", "counts"],
+)
+def test_a_metric_that_is_read_is_no_loss(metric: Callable[[Tensor, Tensor], Tensor]) -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    with watch:
+        for x, y in run.batches:
+            out = run.model(x)
+            run.take(nn.functional.cross_entropy(out, y.argmax(1)))
+            assert not all(map(math.isfinite, metric(out, y.argmax(1)).flatten().tolist()))
+    assert not watch.found
+
+
+def test_a_score_that_could_be_a_loss_is_one() -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    with watch:
+        for step, (x, y) in enumerate(run.batches, start=1):
+            loss = (run.model(x) * y).mean() / (step != BAD_STEP)
+            if math.isfinite(loss.item()):
+                run.take(loss)
+    assert [found.verdict for found in watch.found] == ["maths"]

@@ -329,7 +329,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "ctc_loss": (Edit(("zero_infinity",), _is("True")),),
     "normalize cosine_similarity pairwise_distance triplet_margin_loss cosine_embedding_loss "
     "layer_norm batch_norm group_norm instance_norm rms_norm": (*_EPS, *_LARGER, *_FINITE),
-    "std var std_mean var_mean": (Edit(("correction",), _is("0")), *_LARGER),
+    "std var std_mean var_mean": (Edit(("correction",), _is("0")), *_LARGER, *_EMPTY),
     "mean nanmean mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits": (
         *_EMPTY,
         *_FINITE,

@@ -109,6 +109,7 @@ class KeptCall:
     writes: tuple[int, ...] = ()  # positions of the tensor arguments that it wrote to
     gap: str | None = None  # reason why it cannot be repeated exactly; None if it can
     is_forgotten: bool = False
+    makes_floats: bool = True  # whether a result of it may have a gradient
     # References to its results, each with its version.
     results: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
@@ -198,6 +199,22 @@ def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
                 found.add(call)
                 stack.append(call)
     return sorted(found, key=lambda call: call.number)
+
+
+def may_learn_from(call: KeptCall) -> bool:
+    """Return whether a trained model made what a call returns, with no whole numbers in between.
+
+    Else it is a metric, such as the accuracy of ``logits.argmax(1)``.
+    """
+    seen, stack = set[KeptCall](), [call]
+    while stack:
+        call = stack.pop()
+        if call.makes_floats and call not in seen:
+            if call.has_grad and is_model(call.function):
+                return True
+            stack += call.of
+        seen.add(call)
+    return False
 
 
 def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:

@@ -301,6 +301,7 @@ class CallLog:
             tensor = arguments[position].tensor
             made.append((index, tensor))
             self._writes.put(tensor, call)
+        call.makes_floats = any(t.is_floating_point() or t.is_complex() for _, t in made)
         for index, tensor in made:
             entry = _Entry(tensor, self._drop)
             entry.key, entry.made = id(tensor), Made(call, index)

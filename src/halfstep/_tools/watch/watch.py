@@ -58,6 +58,7 @@ from halfstep._tools.replay.kept_calls import (
     Made,
     copied_from,
     is_model,
+    may_learn_from,
     needed_for,
     step_of,
     weights_of,
@@ -274,7 +275,7 @@ class Watch:
             if is_observing(self) and (error is None or not issubclass(error, KeyboardInterrupt)):
                 if error is not None and self._running.left_out is None:
                     self._running.left_out = self._capture.log.bad_at_end()
-                self._conclude(is_last=True)
+                self._conclude(is_last=True, has_failed=error is not None)
         finally:
             self._stack.close()
 
@@ -384,7 +385,7 @@ class Watch:
         if self._running.left_out is None and not self._running.is_bad:
             self._running.left_out = copied_from(made)
 
-    def _conclude(self, *, is_last: bool = False) -> None:
+    def _conclude(self, *, is_last: bool = False, has_failed: bool = False) -> None:
         """Diagnose a step that the loop dropped: it read a bad value and continued, or ended."""
         made, self._running.left_out = self._running.left_out, None
         calls = [] if made is None else needed_for([made.call])
@@ -393,6 +394,8 @@ class Watch:
         is_training = is_end or any(call.has_grad and is_model(call.function) for call in calls)
         if made is None or not is_training:
             return
+        if not (is_end or has_failed or may_learn_from(made.call)):
+            return  # a metric
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
