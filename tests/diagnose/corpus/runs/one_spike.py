@@ -1,7 +1,7 @@
 # kind: 2
 # expect: range mul|square|pow|mean|mse_loss|sub|linear|addmm
 # never: grew from
-# learns: loss < 0.1
+# cure: ^leave out row 4 of 32 \(from 0\), or check .*\nor .*policy=
 import torch
 from torch import nn
 
