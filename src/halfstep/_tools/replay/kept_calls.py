@@ -277,7 +277,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
     """
     call = answer.call
     name = call.name
-    asked = _asked(call)
+    asked = [each for each in call.placeholders() if type(each) is Made]
     if name in _SAYS_BAD | _SAYS_GOOD:
         is_comparison = name.strip("_") in ("ne", "eq")
         if is_comparison and (len(asked) != 2 or asked[0] != asked[1]):
@@ -298,13 +298,6 @@ def copied_from(made: Made) -> Made:
             break
         made = source
     return made
-
-
-def _asked(call: KeptCall) -> list[Made]:
-    """Return the placeholders in the arguments of a call, including nested containers."""
-    found: list[Made] = []
-    map_plain(lambda value: found.append(value) if type(value) is Made else None, call.args)
-    return found
 
 
 # --- repetition -----------------------------------------------------------------------------------
