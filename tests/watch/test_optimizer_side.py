@@ -346,6 +346,8 @@ def test_a_square_of_a_gradient_that_overflows_leaves_its_weight_finite() -> Non
     assert found.tensor == "exp_avg_sq of 4.bias in Adam"
     assert all(weight.isfinite().all() for weight in model.parameters())
     assert ", with which it steps 4.bias, was not finite before this step" in found.cure.text
+    assert found.cure.text.startswith("torch.nn.utils.clip_grad_norm_(")
+    assert "too large to be squared" in found.cure.text
 
 
 def test_a_file_without_a_name_is_not_parsed(tmp_path, monkeypatch) -> None:

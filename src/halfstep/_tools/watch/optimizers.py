@@ -113,6 +113,13 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for member in members(optimizer) for group in member.param_groups]
 
 
+_CLIP = "torch.nn.utils.clip_grad_norm_({model}.parameters(), 1.0)"
+SQUARED = (
+    "{} is inf, and the rest of the state and the weight are finite, so a gradient was too large "
+    "to be squared. Check why, as unscaled data or a loss without a mean"
+)
+
+
 def with_bad_state(
     optimizer: Optimizer,
     model: Callable[[], nn.Module | None],
@@ -134,11 +141,16 @@ def with_bad_state(
                 which = ", the first one with a state that was loaded or set" if is_loaded else ""
                 loads = lines_with(line.file, {"load_state_dict"}) if line and is_loaded else []
                 before = f"than that of {listed(loads)}" if loads else f"from before {key} went bad"
-                text = (
-                    f"load an earlier checkpoint {before}: the state of {of}, with which it steps "
-                    f"{name}, was not finite before this step{which}. Without one, begin with a "
-                    f"new {of}"
+                bad = (
+                    f"the state of {of}, with which it steps {name}, was not finite before this "
+                    f"step{which}"
                 )
+                text = f"load an earlier checkpoint {before}: {bad}. Else begin with a new {of}"
+                rest = [v for k, v in state.items() if k != key and isinstance(v, Tensor)]
+                is_square = "sq" in key and not is_loaded and not bool(value.isnan().any())
+                if is_square and all(map(is_finite, [weight, *rest])):
+                    clip = _CLIP.format(model=model_of(parameters(optimizer)))
+                    text = f"{clip}  # before each step of a new run\n{bad}: {SQUARED.format(key)}"
                 lines = written(value)
                 text = "\n".join([*lines, text] if is_loaded or not lines else lines)
                 tensor = f"{key} of {name} in {of}"
@@ -218,7 +230,7 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
     model = model_of(parameters(optimizer))
-    clip = f"torch.nn.utils.clip_grad_norm_({model}.parameters(), 1.0)"
+    clip = _CLIP.format(model=model)
     # Steps of Adam and its like are as long with smaller gradients.
     clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text
