@@ -17,7 +17,6 @@ from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import FAR, Change
-from halfstep._tools.diagnose.user_calls import named_rows
 from halfstep._tools.measure import (
     LARGE_DATA,
     bytes_of,
@@ -41,7 +40,7 @@ OUTLIER = (
     "leave out {}, or check how it was read, as in another unit: {} reaches {}, and in the step "
     "before it reached {}; with values up to that the step is finite"
 )
-_OUTLIER = 1000.0
+_OUTLIER = 1e4
 """How far the data of a batch are beyond those of the one before if the batch is the cause."""
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
@@ -105,8 +104,10 @@ def _outlier(
         usual = max(map(_largest, map(data_again, given)), default=0.0)
         if not 0 < _OUTLIER * usual < largest < math.inf:
             continue
-        rows = named_rows(data.tensor.abs() > FAR * usual)
-        what, sizes = rows or "this batch", map(size_text, (largest, usual))
+        rows = data.tensor.float().abs().reshape(len(data.tensor), -1).amax(1)
+        entries = bad_entries(rows.masked_fill(rows > FAR * usual, math.nan))
+        what = entries.removeprefix(" in ") or "this batch"
+        sizes = map(size_text, (largest, usual))
         text = OUTLIER.format(what, data.name, *sizes)
         reading = [call for call in calls if call.number >= data.call.number]
         pairs = [(data.given, data.source.clamp(-usual, usual))]

@@ -1,7 +1,7 @@
 # kind: 2
 # expect: range mul|square|pow|mean|mse_loss|sub|linear|addmm
 # never: grew from
-# cure: ^leave out row 4 of 32 \(from 0\), or check .*\nor .*policy=
+# learns: loss < 0.1
 import torch
 from torch import nn
 
