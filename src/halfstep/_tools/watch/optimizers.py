@@ -26,6 +26,7 @@ from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.user_code import is_users, model_of, tree_of, user_line
+from halfstep._tools.watch.bad_steps import have_finite_values
 from halfstep._tools.watch.schedules import (
     lines_that_set,
     lines_with,
@@ -96,6 +97,23 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
         f"({power(scaler.get_scale())}){where}"
     )
     text = "scaler.step(optimizer)  # in place of optimizer.step(); then scaler.update()"
+    return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
+
+
+def not_skipped(optimizer: Optimizer) -> Diagnosis | None:
+    """Return the diagnosis of a step beside the scaler with bad gradients; or None. Sync: one."""
+    if have_finite_values(w.grad for w in parameters(optimizer) if w.grad is not None):
+        return None
+    line, of = user_line(), type(optimizer).__name__
+    where = "" if line is None else f" ({Path(line.file).name}:{line.number})"
+    event = (
+        f"this step of {of}{where} is not the scaler's, which skips gradients with inf or NaN as "
+        "these are"
+    )
+    text = (
+        "leave this line out if scaler.step(optimizer) stands before it, which has stepped or "
+        "skipped already; else put scaler.step(optimizer) in its place"
+    )
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
 
 

@@ -80,6 +80,7 @@ from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.optimizers import (
     Search,
+    not_skipped,
     of_settings,
     search_of,
     still_scaled,
@@ -439,11 +440,15 @@ class Watch:
         if setting is not None:
             self._is_spoiled = self._running.is_bad = True
             self._report(setting)
-        elif not is_stepping() and 0 < self._running.num_backward <= self._running.num_scaled:
-            scaled = still_scaled(optimizer, self._loss_scaler)
+        elif not is_stepping() and self._running.num_backward <= self._running.num_scaled:
+            is_pending = self._running.num_backward > 0
+            scaled = still_scaled(optimizer, self._loss_scaler) if is_pending else None
+            if scaled is not None:
+                self._growth.mislead(optimizer)
+            elif self._loss_scaler is not None:
+                scaled = not_skipped(optimizer)
             if scaled is not None:
                 self._is_spoiled = True
-                self._growth.mislead(optimizer)
                 self._report(scaled)
         if is_stepping() or not self._counts_plain_steps():
             return None
