@@ -399,8 +399,7 @@ def _cures(
             continue
         # What is written is cast, but an index is not.
         ways = [wrong, *([each] for each in wrong[: len(wrong) * (written is not None)])]
-        casts = (failing.with_casts(way, text) for way in ways)
-        cast = next((each for each in casts if each.error() is None), None)
+        cast = next((c for w in ways if (c := failing.with_casts(w, text)).error() is None), None)
         if cast is None:
             continue
         if cast.in_line:
