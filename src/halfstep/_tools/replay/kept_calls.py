@@ -429,7 +429,10 @@ def data_again(argument: object) -> Tensor | None:
     if tensor is not None or type(argument) is not Made:
         return tensor
     calls, made = needed_for([argument.call]), dict[KeptCall, list[Tensor]]()
-    if any(isinstance(each.function, nn.Module) for each in calls) or why_not_again(calls):
+    # What a list or an array holds may have changed since a tensor was made of it.
+    is_other = any(each.is_constant and each.random is None for each in calls)
+    is_other |= any(isinstance(each.function, nn.Module) for each in calls)
+    if is_other or why_not_again(calls):
         return None
     states = RandomStates(accelerators())
     try:
