@@ -378,3 +378,60 @@ loss = (p * torch.log(p)).sum()"""
     found = diagnosed(body, tmp_path)
     assert found.cure.is_finite
     assert not any("Bool" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("size", "rules"),
+    [(2e-2, "mul@first:fp32; mul@second:fp32"), (1e-5, "mul@first:fp32")],
+)
+def test_a_rule_serves_siblings_that_come_near_the_limit_at_the_same_line(
+    size: float, rules: str, tmp_path: Path
+) -> None:
+    head = f"""
+class Square(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size = nn.Parameter(torch.tensor(size))
+
+    def forward(self, x):
+        return x + (x.half() * self.size).mean(-1, keepdim=True).log1p()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Square(2e5), Square(2e5 * {size}), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+net, batch = Net(), torch.full((8, 4), 2.0)
+"""
+    body = """
+with torch.autocast("cpu", dtype=torch.float16):
+    x = batch.half()
+    loss = net(x).float().mean()"""
+    cure = diagnosed(body, tmp_path, head).cure
+    assert cure.policy.endswith(rules)
+    assert any("in second" in remark for remark in cure.remarks) == ("second" in rules)
+
+
+STORED = """
+x = torch.arange(200.0).reshape(50, 4) {}
+target = torch.arange(50.0)[:, None] / 50
+x = x.half()  # less memory
+loss = F.mse_loss(net(x.float() / {}), target)"""
+NET = "torch.manual_seed(0)\nnet = nn.Linear(4, 1)\n"
+
+
+def test_data_whose_size_a_cast_refuses_are_standardised_before_it(tmp_path: Path) -> None:
+    cure = diagnosed(STORED.format("* 1000 + 1e6", 1), tmp_path, NET).cure
+    assert cure.text == "x = ((x - x.mean(0)) / (x.std(0) + 1e-06)).half()  # less memory"
+    assert cure.is_finite
+    assert cure.losses[-1] < cure.losses[0] < 10
+
+
+def test_a_line_of_which_an_edit_leaves_nothing_is_named(tmp_path: Path) -> None:
+    cure = diagnosed(STORED.format("/ 200 + 7e4 * torch.eye(50, 4)", 7e4), tmp_path, NET).cure
+    assert cure.text.startswith("leave out line ")
+    assert cure.text.endswith("a.py: x = x.half()  # less memory")
+    assert not cure.edits

@@ -171,6 +171,9 @@ def test_a_number_that_does_not_fit(call, number, end, rule, tmp_path):
         ("x.gather(1, {})", "ids.float()[:, None]", "{}.long()"),
         ("x.masked_fill({}, 0.0)", "ids[:, None]", "{}.bool()"),
         ("{}.mean()", "ids", "{}.to(torch.float32)"),
+        ("x[x == x] = {}", "torch.arange(x.numel())", "{}.to(torch.float32)"),
+        ("x.index_add_(0, ids, {})", "torch.ones_like(x).long()", "{}.to(torch.float32)"),
+        ("x.scatter_add_(1, ids[None], {})", "torch.ones_like(ids[None])", "{}.to(torch.float32)"),
     ],
 )
 def test_labels_indices_and_masks_have_a_dtype_of_their_own(call, operand, cure, tmp_path):

@@ -213,3 +213,87 @@ def test_a_skip_of_dynamic_scaling_has_left_a_gradient_in_the_batch() -> None:
             num_bad += int(x.grad is not None and bool(x.grad.isnan().any()))
     assert num_bad
     assert not told
+
+
+def shares(counts: Tensor) -> tuple[Tensor, Tensor]:
+    first = counts / counts.sum(1, keepdim=True)
+    second = counts.square() / counts.square().sum(1, keepdim=True)
+    return first, second
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda p: torch.multinomial(p, 1)[:, 0],
+        lambda p: torch.distributions.Categorical(p, validate_args=True).sample(),
+    ],
+    ids=["op", "check"],
+)
+def test_a_cure_is_finite_up_to_what_has_raised_the_error(draw: Callable[[Tensor], Tensor]) -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    with suppress(RuntimeError, ValueError), watch:
+        for step, (x, y) in enumerate(run.batches, start=1):
+            first, second = shares(torch.zeros(4, 3) if step == BAD_STEP else y)
+            out = run.model(x)
+            taken = draw(out.softmax(1) * (1 + first) + second)
+            run.take(nn.functional.cross_entropy(out, taken))
+    (found,) = watch.found
+    assert found.bad is not None
+    assert found.cure is not None
+    assert [each.text.split()[0] for each in found.cure.edits] == ["first", "second"]
+    assert found.cure.is_finite
+
+
+class Drawing(nn.Module):
+    def __init__(self, scores: nn.Module) -> None:
+        super().__init__()
+        self.scores, self.size = scores, 1.0
+
+    def forward(self, x: Tensor) -> torch.distributions.Categorical:
+        z = self.scores(x) * self.size
+        p = torch.exp(z) / torch.exp(z).sum(1, keepdim=True)  # bad
+        return torch.distributions.Categorical(p, validate_args=True)
+
+
+def test_an_error_inside_of_a_model_is_diagnosed_and_the_formula_is_edited_where_it_is() -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    model = Drawing(run.model)
+    with suppress(ValueError), watch:
+        for step, (x, _) in enumerate(run.batches, start=1):
+            model.size = 1e6 if step == BAD_STEP else 1.0
+            drawn = model(x)
+            run.take(-drawn.log_prob(drawn.sample()).mean())
+    (found,) = watch.found
+    assert found.bad is not None
+    assert found.bad.op == "exp"
+    assert found.cure is not None
+    assert found.cure.text == "p = torch.softmax(z, 1)  # bad"
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda out, y: (out.argmax(1) == y).sum() / (y > 5).sum(),
+        lambda out, y: 1 / (out > 1e9).float().mean(),
+        lambda out, y: torch.bincount(out.argmax(1), minlength=9) / torch.zeros(9),
+    ],
+    ids=["accuracy", "share", "counts"],
+)
+def test_a_metric_that_is_read_is_no_loss(metric: Callable[[Tensor, Tensor], Tensor]) -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    with watch:
+        for x, y in run.batches:
+            out = run.model(x)
+            run.take(nn.functional.cross_entropy(out, y.argmax(1)))
+            assert not all(map(math.isfinite, metric(out, y.argmax(1)).flatten().tolist()))
+    assert not watch.found
+
+
+def test_a_score_that_could_be_a_loss_is_one() -> None:
+    run, watch = Run(), Watch(tell=lambda *_: None)
+    with watch:
+        for step, (x, y) in enumerate(run.batches, start=1):
+            loss = (run.model(x) * y).mean() / (step != BAD_STEP)
+            if math.isfinite(loss.item()):
+                run.take(loss)
+    assert [found.verdict for found in watch.found] == ["maths"]

@@ -346,6 +346,8 @@ def test_a_square_of_a_gradient_that_overflows_leaves_its_weight_finite() -> Non
     assert found.tensor == "exp_avg_sq of 4.bias in Adam"
     assert all(weight.isfinite().all() for weight in model.parameters())
     assert ", with which it steps 4.bias, was not finite before this step" in found.cure.text
+    assert found.cure.text.startswith("torch.nn.utils.clip_grad_norm_(")
+    assert "too large to be squared" in found.cure.text
 
 
 def test_a_file_without_a_name_is_not_parsed(tmp_path, monkeypatch) -> None:
@@ -362,3 +364,26 @@ def test_a_file_without_a_name_is_not_parsed(tmp_path, monkeypatch) -> None:
     ]
     monkeypatch.setattr(schedules, "tree_of", None)
     assert schedules.lines_with(str(without), {"lr"}) == []
+
+
+@pytest.mark.parametrize("is_before_update", [False, True])
+def test_a_plain_step_beside_that_of_a_scaler_uses_what_the_scaler_skips(is_before_update) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    scaler = halfstep.GradScaler(init_scale=4.0, on_skips=lambda report: None)
+    with halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch:
+        for step in range(14):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(8, 8)).square().mean()).backward()
+            if step == 12:
+                model[0].weight.grad[0, 0] = math.inf
+            scaler.step(optimizer)
+            if is_before_update:
+                optimizer.step()
+            scaler.update()
+            if not is_before_update:
+                optimizer.step()
+    found = watch.found[0]
+    assert found.verdict == "optimizer"
+    assert found.happened.startswith("this step of SGD (test_optimizer_side.py:")
+    assert "leave this line out" in found.cure.text

@@ -104,6 +104,17 @@ def is_mask(tensor: Tensor) -> bool:
     return is_single or (low < high < math.inf and bool(((values == low) | (values == high)).all()))
 
 
+LARGE_DATA = 50.0
+"""The size of a value from which on it is large for an input or a target."""
+
+
+def is_large_in_most(tensor: Tensor) -> bool:
+    """Return whether the median of a column is large, so that no single row is an outlier."""
+    sizes = tensor.float().abs()
+    columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
+    return float(columns.median(0).values.amax()) >= LARGE_DATA
+
+
 # --- statistics -----------------------------------------------------------------------------------
 
 _INF = 0x7F800000  # the bits of inf; those of NaN are larger

@@ -267,6 +267,15 @@ def called_by_user(tensor: Tensor) -> str | None:
     return None
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which :func:`called_by_user` names a view, or the tensor itself."""
+    values = [v for _, _, names in _known_names() for v in names.values() if isinstance(v, Tensor)]
+    if any(is_same_view(tensor, value) for value in values):
+        return tensor
+    wholes = (v for v in values if v.numel() > tensor.numel() and is_part_of(tensor, v))
+    return next(wholes, tensor)
+
+
 _LONGEST = 40
 """The number of characters of the longest expression that serves as a name."""
 

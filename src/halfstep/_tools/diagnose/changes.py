@@ -93,6 +93,8 @@ def in_words(changes: Sequence[Change]) -> str:
 def _edit_in_words(placed: list[Placed]) -> str:
     line, function = placed[0].spot.line, row_name(placed[0].function)
     at = "reached from" if line.text and function not in line.text else "at"
+    if Changes(line.file).is_all_of_its_line(placed[0]):
+        return f"leave out line {line.number} of {short_path(line.file)}: {line.text}"
     told = "; ".join(map(_change_in_words, placed))
     return f"in the call of {function} {at} {short_path(line.file)}:{line.number}: {told}"
 
@@ -206,10 +208,19 @@ class Changes(Source):
             made = self._constructor(change.module, last_name(node.func))
             return "{" not in change.expression and self.put(made, change.expression)
         first = replace(change, slot=0)
-        if argument(node, first) is None:
+        if argument(node, first) is None or self.is_all_of_its_line(change):
             return False
         self.change(node, lambda now: argument(now, first) or now)
         return self.put(node, change.expression)
+
+    def is_all_of_its_line(self, change: Placed) -> bool:
+        """Return whether nothing is left without a call, as of ``x = x.half()``."""
+        node = self.call(change) if change.slot == OPERAND and change.expression == "{}" else None
+        read = node and argument(node, replace(change, slot=0))
+        match node and self.tree.parents[node]:
+            case ast.Assign([ast.Name(name)]):
+                return isinstance(read, ast.Name) and read.id == name
+        return False
 
     def _bind_again(self, node: ast.AST, item: int, expression: str) -> bool:
         """Change the name of an item of a result, in a line after the statement that binds it."""
@@ -267,6 +278,8 @@ class Changes(Source):
         names = {name: ast.parse(text, mode="eval").body if text else None for name, text in texts}
         if root is None or not all(p is not None and self._is_before(p, root) for p in parts):
             return False
+        if isinstance(root, ast.Call) and not _is_of(root, rewrite.root.function):
+            return False  # it calls that function, as a distribution does, and returns another
         for name, operand in rewrite.operands.items():
             uses = [n for n in ast.walk(rewrite.tree) if isinstance(n, ast.Name) and n.id == name]
             names[name] = self._operand(operand, root, is_used_once=len(uses) == 1)

@@ -33,6 +33,7 @@ from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
     RECTIFIERS,
     SPLITS,
+    STANDARDISED,
     WITHOUT,
     Edit,
     cast_after,
@@ -228,7 +229,7 @@ def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
 
 def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RULES) -> Cure | None:
     """Add rules until a replay is finite; for each bad op, try the narrowest rule first."""
-    rules: list[str] = []
+    rules: dict[str, Blame] = {}
     for _ in range(most):
         for rule in _rules_for(blame.place, blame.op, trial.model):
             policy = _with_rules(base, [*rules, rule])
@@ -238,15 +239,54 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RUL
             is_moved = after is not None and after.phase == "backward" != blame.phase
             scale = _scale_with(trial, policy) if is_moved else None
             if after is None or scale is not None:
-                cure = _of_policy(policy, trial, scale, is_finite=True)
-                return trial.judged(cure, policy=policy, scale=scale or trial.scale)
+                changes: dict[str, Any] = {"policy": policy, "scale": scale or trial.scale}
+                wider, remarks = _with_siblings(trial, base, {**rules, rule: blame}, changes)
+                cure = _of_policy(wider or policy, trial, scale, is_finite=True)
+                changes["policy"] = wider or policy
+                return trial.judged(replace(cure, remarks=remarks), **changes)
             if after.where != blame.where:  # one rule is not enough
-                rules.append(rule)
-                blame = after
+                rules[rule], blame = blame, after
                 break
         else:
             return None
     return None
+
+
+NEAR = 16.0
+"""How far from the limit of its dtype a result is that may reach it in a later step."""
+
+
+def _with_siblings(
+    trial: CureTrial, base: Policy, rules: dict[str, Blame], changes: dict[str, Any]
+) -> tuple[Policy | None, tuple[str, ...]]:
+    """Return a policy that also serves modules in which the same line comes near the limit.
+
+    ``changes`` have a policy of the rules with which the step is finite. The modules are of the
+    class of one that has a rule. Many of them are all modules, for an op. None if there are none.
+    """
+    named = () if trial.model is None else trial.model.named_modules()
+    kinds = {without_wrappers(name): type(module) for name, module in named}
+    bad = {r: b.where for r, b in rules.items() if "@" in r and b.phase == "forward"}
+    if not any([*kinds.values()].count(kinds[module]) > 1 for _, module, _ in bad.values()):
+        return None, ()
+    by_line = trial.shares_of_limits({op for op, _, _ in bad.values()}, **changes)
+    more, remarks = dict.fromkeys(rules), []
+    for rule, (op, module, _) in bad.items():
+        near = {
+            other: share
+            for shares in by_line.values()
+            for other, share in shares.items()
+            if module in shares and kinds.get(other) is kinds[module] and share * NEAR >= 1
+        }
+        of_others = [rule.replace(f"@{module}:", f"@{other}:") for other in near]
+        if len(near) > MOST_RULES and rule.startswith(f"{op}@"):
+            of_others = [f"{op}:fp32"]
+        more |= dict.fromkeys(of_others)
+        said = listed([f"{share:.0%} in {other}" for other, share in near.items()])
+        remarks += [f"{op} of the same line reaches, of the limit, {said}"] if near else []
+    policy = _with_rules(base, [*more]) if remarks else None
+    is_finite = policy is not None and trial.is_finite(**{**changes, "policy": policy})
+    return (policy, tuple(remarks)) if is_finite else (None, ())
 
 
 def _rules_for(place: OpPlace, name: str, model: nn.Module | None) -> Iterator[str]:
@@ -492,18 +532,26 @@ def of_formula(trial: CureTrial, call: UserCall) -> Cure | None:
 def _of_formulas(
     trial: CureTrial, call: UserCall, formulas: Formulas, chosen: list[StableForm]
 ) -> Cure | None:
-    """Rewrite formulas with the bad call, then those with the call that is bad after that."""
+    """Rewrite formulas with the bad call, then those with the call that is bad after that.
+
+    A form that can be pasted comes first.
+    """
+    told: Cure | None = None
     for forms in formulas.around(call)[:MOST_FORMS]:
         now = [*chosen, *forms]
         tried, found = trial.rewritten(now)
         if tried.blame is None:
             cure = replace(_of_changes([form.rewrite for form in now]), is_finite=True)
-            return trial.judged(cure, partial(Formulas, [form.root for form in now]))
+            if cure.edits or told is None:
+                told = trial.judged(cure, partial(Formulas, [form.root for form in now]))
+            if cure.edits:
+                return told
+            continue
         if (after := call_of(tried.calls, tried.blame)) is not None and len(now) < MOST_EDITS:
             further = _of_formulas(trial, after, found, now)
             if further is not None:
                 return further
-    return None
+    return told
 
 
 def _where_to_look(blame: Blame, makers: list[Maker]) -> Cure:
@@ -569,7 +617,19 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
     if (limited := _of_limited_cast(trial, blame, call)) is not None:
         return limited
     cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
-    return _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
+    cure = _best(trial, blame, [], chain(_of_cast(trial, blame, call), cures))
+    last = abs(cure.losses[-1]) if cure is not None and cure.losses else 0.0
+    scaled = _of_cast_data(trial, blame, call) if last > FAR else None
+    return scaled if scaled and abs(scaled.losses[-1]) < last / FAR else cure
+
+
+def _of_cast_data(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:
+    """Return standardised data as the cure, if a cast outside of all modules reads their values."""
+    if call.function not in CASTS or blame.place.module:
+        return None
+    is_data = not any(is_layer(each.function) for each in trial.makers(blame.forward_number))
+    cure = of_edit(trial, call, STANDARDISED) if is_data else None
+    return cure if cure is not None and fall(cure.losses) > 0 else None
 
 
 def _of_limited_cast(trial: CureTrial, blame: Blame, call: UserCall) -> Cure | None:

@@ -51,7 +51,7 @@ from halfstep._tools.replay.kept_calls import (
 from halfstep._tools.replay.observer import waits_for_others, why_together
 from halfstep._tools.replay.replay import OutOfTime, Replayer, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
-from halfstep._tools.user_code import owners_in
+from halfstep._tools.user_code import owners_in, whole_of
 from halfstep.errors import RanksError
 from halfstep.events import observe_ops
 
@@ -241,7 +241,7 @@ def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
         replayer.notes += inspection.notes
     bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
     if blame.number == OUTSIDE or tensor is not None:
-        where = "" if blame.tensor is None else bad_entries(blame.tensor)
+        where = "" if blame.tensor is None else bad_entries(whole_of(blame.tensor))
         cure = of_data(bad, tensor, is_of_batch=inspection.is_of_batch, where=where)
         return Diagnosis("data", bad, tensor, found.ends, scale, cure)
     try:

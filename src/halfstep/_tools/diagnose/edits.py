@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import HALVES
+from halfstep._tools.measure import is_large_in_most
 
 Expression = Callable[[Any, float], str | None]
 """A function from a value and a small number to an expression; None if none fits the value."""
@@ -255,6 +256,15 @@ def _some_key(value: Any, eps: float) -> str | None:
     return _limited(f"-{_FAR}", None)(value, eps)
 
 
+def _standardised(value: Any, eps: float) -> str | None:
+    """Standardise data with large values, by column if they have some."""
+    is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+    if not is_number or value.requires_grad or not is_large_in_most(value):
+        return None
+    at = "0" if value.dim() == 2 else ""
+    return f"({{0}} - {{0}}.mean({at})) / ({{0}}.std({at}) + {eps:g})"
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 _LEAST = (Edit((0,), _limited("eps", None)), Edit((0,), _limited("eps", None), 1e3))
@@ -318,7 +328,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "ctc_loss": (Edit(("zero_infinity",), _is("True")),),
     "normalize cosine_similarity pairwise_distance triplet_margin_loss cosine_embedding_loss "
     "layer_norm batch_norm group_norm instance_norm rms_norm": (*_EPS, *_LARGER, *_FINITE),
-    "std var std_mean var_mean": (Edit(("correction",), _is("0")), *_LARGER),
+    "std var std_mean var_mean": (Edit(("correction",), _is("0")), *_LARGER, *_EMPTY),
     "mean nanmean mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits": (
         *_EMPTY,
         *_FINITE,
@@ -340,6 +350,9 @@ IN_FLOAT32 = (
 """Casts of lower-precision arguments, for calls that autocast does not control."""
 WITHOUT = Edit((OPERAND,), _is("{}"))
 """The edit that leaves out a call, such as a cast, and keeps what it is called on."""
+
+STANDARDISED = Edit((0,), _standardised)
+"""The edit that standardises the data that a call reads, such as a cast."""
 
 
 def cast_after(name: str) -> Edit:

@@ -37,12 +37,13 @@ from halfstep._tools.diagnose.several_steps import (
 )
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm
 from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls
+from halfstep._tools.line import Line
 from halfstep._tools.replay.blame import OUTSIDE, Blame, scan
 from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import OutOfTime, Replayer, StepRun
 from halfstep._tools.replay.variant import EnteredAutocast, Variant
 from halfstep._tools.trace.ops import OpPlace, makes_no_values
-from halfstep._tools.user_code import model_of
+from halfstep._tools.user_code import model_of, user_line
 
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
@@ -136,6 +137,15 @@ class CureTrial:
             parents = chain.from_iterable(each.parents for _, each in origins.before_op(op))
             return [tensors[~number] for number in dict.fromkeys(parents) if number < 0]
 
+    def shares_of_limits(self, ops: set[str], **changes: Any) -> dict[Line, dict[str, float]]:
+        """Replay the step with changes; return how near ops come to the limits of their dtypes.
+
+        The shares are by line and module; 0 for lines without these ops.
+        """
+        nearness = _Nearness(ops)
+        with self.replayer.run(Variant(**changes), nearness, self._around()):
+            return nearness.shares
+
     def divides_by(self, call: UserCall) -> UserCalls | None:
         """Replay the step; return its calls if a later one divides by what a call has led to."""
         origins, calls = Origins(), UserCalls(self.replayer.num_ops)
@@ -225,6 +235,26 @@ def _in_all(*contexts: AbstractContextManager[object]) -> Iterator[None]:
         for each in contexts:
             stack.enter_context(each)
         yield
+
+
+class _Nearness(OpObserver):
+    """Observer of how near the results of some ops come to the limit of their lower precision.
+
+    Sync: one for each of them.
+    """
+
+    def __init__(self, ops: set[str]) -> None:
+        self._ops = ops
+        self.shares: dict[Line, dict[str, float]] = {}
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        if call.phase != "forward" or (line := user_line()) is None:
+            return
+        is_wanted = (call.place.op or call.name) in self._ops
+        results = [t for t in outputs if is_wanted and t.dtype in HALVES and t.numel()]
+        share = max((float(t.abs().amax()) / torch.finfo(t.dtype).max for t in results), default=0)
+        modules = self.shares.setdefault(line, {})
+        modules[call.place.module] = max(share, modules.get(call.place.module, 0.0))
 
 
 # --- rounding -------------------------------------------------------------------------------------

@@ -397,8 +397,10 @@ def _cures(
         has_names = all(casts_of([each.name], line, text) for each in wrong)
         if wanted in others and (is_offered or not has_names):
             continue
-        cast = failing.with_casts(wrong, text)
-        if cast.error() is not None:
+        # What is written is cast, but an index is not.
+        ways = [wrong, *([each] for each in wrong[: len(wrong) * (written is not None)])]
+        cast = next((c for w in ways if (c := failing.with_casts(w, text)).error() is None), None)
+        if cast is None:
             continue
         if cast.in_line:
             is_offered = True

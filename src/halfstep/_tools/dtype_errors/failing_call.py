@@ -59,7 +59,7 @@ ABOUT_DTYPES = re.compile(
     r"|could not create a primitive descriptor",  # of oneDNN, for a state in another dtype
     re.IGNORECASE,
 )
-ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte|Bool)\b")
+ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte|Bool)\b|equal to src\.dtype")
 WANTED = {
     torch.int64: re.compile(
         r"to be Long or Byte|type Long but found [BCIS]|multi-target|types: Long, Int|as indices"

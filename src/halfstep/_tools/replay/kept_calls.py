@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, nn
 
 from halfstep._autocast import Region, Settings, autocast
-from halfstep._common.machine import RandomStates
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, modes
@@ -47,7 +47,7 @@ class Made:
     """Placeholder for an argument: a tensor by its position in the results of an earlier call."""
 
     call: KeptCall
-    position: int
+    position: int  # -1 for all of them, or what else it made
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -109,6 +109,7 @@ class KeptCall:
     writes: tuple[int, ...] = ()  # positions of the tensor arguments that it wrote to
     gap: str | None = None  # reason why it cannot be repeated exactly; None if it can
     is_forgotten: bool = False
+    makes_floats: bool = True  # whether a result of it may have a gradient
     # References to its results, each with its version.
     results: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
@@ -127,11 +128,15 @@ class KeptCall:
         same = [t for t, version in found if t is not None and t._version == version]
         return same if len(same) == len(found) else None
 
+    def placeholders(self) -> list[Any]:
+        """Return all that it was given, out of containers."""
+        found: list[Any] = []
+        map_plain(found.append, (self.args, self.kwargs))
+        return found
+
     def arguments(self) -> Iterator[tuple[Tensor, KeptCall | None]]:
         """Yield its tensor arguments that are alive, each with the call that made it, if any."""
-        placeholders: list[Any] = []
-        map_plain(placeholders.append, (self.args, self.kwargs))
-        for each in placeholders:
+        for each in self.placeholders():
             tensor = _tensor_of(each)
             if tensor is not None:
                 yield tensor, each.call if type(each) is Made else None
@@ -196,6 +201,22 @@ def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
     return sorted(found, key=lambda call: call.number)
 
 
+def may_learn_from(call: KeptCall) -> bool:
+    """Return whether a trained model made what a call returns, with no whole numbers in between.
+
+    Else it is a metric, such as the accuracy of ``logits.argmax(1)``.
+    """
+    seen, stack = set[KeptCall](), [call]
+    while stack:
+        call = stack.pop()
+        if call.makes_floats and call not in seen:
+            if call.has_grad and is_model(call.function):
+                return True
+            stack += call.of
+        seen.add(call)
+    return False
+
+
 def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
     """Return the parameters and buffers of the called modules and the tensors given to calls.
 
@@ -256,7 +277,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
     """
     call = answer.call
     name = call.name
-    asked = _asked(call)
+    asked = [each for each in call.placeholders() if type(each) is Made]
     if name in _SAYS_BAD | _SAYS_GOOD:
         is_comparison = name.strip("_") in ("ne", "eq")
         if is_comparison and (len(asked) != 2 or asked[0] != asked[1]):
@@ -276,13 +297,6 @@ def copied_from(made: Made) -> Made:
             break
         made = source
     return made
-
-
-def _asked(call: KeptCall) -> list[Made]:
-    """Return the placeholders in the arguments of a call, including nested containers."""
-    found: list[Made] = []
-    map_plain(lambda value: found.append(value) if type(value) is Made else None, call.args)
-    return found
 
 
 # --- repetition -----------------------------------------------------------------------------------
@@ -356,7 +370,7 @@ def call_again(
         if by_run is None and call.name == "backward" and not is_scaled:
             by_run = scaler  # `halfstep run --amp` scales inside backward
         made[call] = _again(call, made, by_run)
-    if root is None:
+    if root is None or root.position < 0:
         return made[calls[-1]]
     value = made[root.call][root.position]
     if value.requires_grad and value.ndim == 0:  # a loss that the loop dropped before backward
@@ -403,6 +417,30 @@ def _again(
 
 
 CALLED_AGAIN.add(_again.__code__)
+
+
+def data_again(argument: object) -> Tensor | None:
+    """Return a tensor argument of a call, made again if it is gone; None if a model made it.
+
+    It may be drawn; random states are restored.
+    """
+    tensor = _tensor_of(argument)
+    if tensor is not None or type(argument) is not Made:
+        return tensor
+    calls, made = needed_for([argument.call]), dict[KeptCall, list[Tensor]]()
+    # What a list or an array holds may have changed since a tensor was made of it.
+    is_other = any(each.is_constant and each.random is None for each in calls)
+    is_other |= any(isinstance(each.function, nn.Module) for each in calls)
+    if is_other or why_not_again(calls):
+        return None
+    states = RandomStates(accelerators())
+    try:
+        with modes.unseen_by_modes():
+            for call in calls:
+                made[call] = _again(call, made, None)
+    finally:
+        states.restore()
+    return made[argument.call][argument.position]
 
 
 def _value(placeholder: Any, made: dict[KeptCall, list[Tensor]]) -> Any:

@@ -127,6 +127,8 @@ class CallLog:
             weakref.WeakKeyDictionary()
         )
         self._buffers = BufferCopies()
+        self.raised: LoggedCall | None = None  # the last call, if it has raised an error
+        self.asked: Made | None = None  # the condition that the loop has read last
         self.halves: ByMemory[Writes] = ByMemory()
 
     def begin(self) -> None:
@@ -285,6 +287,7 @@ class CallLog:
     def note_made(self, kept: LoggedCall, result: Any, *, is_effect: bool) -> None:
         """Note the tensors that a call returned or wrote to."""
         call, arguments = kept
+        self.raised = None
         call.writes = tuple(
             position
             for position, (tensor, made, version) in enumerate(arguments)
@@ -298,6 +301,7 @@ class CallLog:
             tensor = arguments[position].tensor
             made.append((index, tensor))
             self._writes.put(tensor, call)
+        call.makes_floats = any(t.is_floating_point() or t.is_complex() for _, t in made)
         for index, tensor in made:
             entry = _Entry(tensor, self._drop)
             entry.key, entry.made = id(tensor), Made(call, index)
@@ -472,6 +476,26 @@ class CallLog:
                 if not is_finite(tensor) and not is_mask(tensor):
                     return entry.made
         return None
+
+    def bad_at_end(self) -> Made | None:
+        """Return the bad value for which a call, or the script, has raised an error. Sync: many.
+
+        It is what the call was given, or what the last condition was computed of; if these are
+        finite, the first bad value of this step, else what a model would have returned.
+        """
+        raised, made = self.raised, list[Made | None]()
+        if raised is not None:
+            made += [each.made for each in raised.arguments]
+        if self.asked is not None:
+            calls = reversed(needed_for([self.asked.call]))
+            made += [Made(call, n) for call in calls for n in range(len(call.results))]
+        with modes.unseen_by_modes():
+            for each in filter(None, made):
+                tensor = each.call.results[each.position][0]()
+                if tensor is not None and not is_finite(tensor) and not is_mask(tensor):
+                    return each
+        within = Made(raised.call, -1) if raised and is_model(raised.call.function) else None
+        return self.first_bad() or within
 
 
 @contextmanager

@@ -269,6 +269,7 @@ class Capture(TopLevelCalls):
         is_effect: bool = False,
     ) -> Any:
         """Make a call, note the tensors that it makes, and return its result."""
+        self.log.raised = kept
         result = function(*args, **kwargs)
         if kept is not None:
             with unseen():
@@ -281,6 +282,7 @@ class Capture(TopLevelCalls):
         if made is None:
             return
         if isinstance(value, bool):
+            self.log.asked = made
             bad = found_bad(made, is_true=value)
             if bad is not None:
                 self._after_read(bad)

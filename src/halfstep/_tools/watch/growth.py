@@ -305,13 +305,14 @@ class Growth:
         return replace(found, verdict="growth", happened=happened, cure=cure)
 
     def of_collapse(self, calls: Sequence[KeptCall]) -> str:
-        """Return the cure of a loss that fell steadily to below -1, else empty."""
+        """Return the cure of a loss that fell to below -1, and not ever more slowly, else empty."""
         for series in self._series():
             last = [loss for _, loss in series]
             lowest = min(range(len(last)), key=last.__getitem__)
             falling = last[max(0, lowest - 100) : lowest + 1]
             is_long = len(falling) >= _WINDOWS[-1] and falling[-1] <= -1
-            if is_long and all(a > b for a, b in pairwise(_quarters(falling))):
+            falls = [a - b for a, b in pairwise(_quarters(falling))] if is_long else [0.0]
+            if min(falls) > 0 and falls[-1] > falls[0] / 2:
                 fell = f"it fell to {number(falling[-1])} in step {series[lowest][0]}"
                 return f"bound the loss from below: {fell}. {_bound_of(calls)}"
         return ""

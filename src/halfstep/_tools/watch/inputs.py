@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, starmap, zip_longest
@@ -15,21 +16,32 @@ from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.inspect_op import bad_entries
-from halfstep._tools.diagnose.several_steps import Change
-from halfstep._tools.measure import bytes_of, is_finite, is_mask
+from halfstep._tools.diagnose.several_steps import FAR, Change
+from halfstep._tools.measure import (
+    LARGE_DATA,
+    bytes_of,
+    is_finite,
+    is_large_in_most,
+    is_mask,
+)
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
     KeptCall,
+    data_again,
     given_others,
     is_model,
     needed_for,
 )
 from halfstep._tools.user_code import is_same_view, path_to, span_of, tree_of
 
-LARGE = 50.0
-"""The size of a value from which on it is large for an input or a target."""
 HOW_TO_STANDARDISE = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
+OUTLIER = (
+    "leave out {}, or check how it was read, as in another unit: {} reaches {}, and in the step "
+    "before it reached {}; with values up to that the step is finite"
+)
+_OUTLIER = 1e4
+"""How far the data of a batch are beyond those of the one before if the batch is the cause."""
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
 _PARTS = ("__getitem__", "index_select", "to", "float", "half", "bfloat16")
@@ -38,23 +50,34 @@ _LONGEST = 40
 _SIZES = ("abs", "__abs__", "pow", "__pow__", "square")
 
 
-class _Large(NamedTuple):
-    """Tensor with large values: its name, a sentence on them, and the data that it is a part of."""
+class _Data(NamedTuple):
+    """Tensor of data that a step reads, and the data that it is a part of."""
 
     name: str
-    said: str
+    call: KeptCall  # that reads it
+    tensor: Tensor
     source: Tensor
     given: Tensor | KeptCall  # the data, or the call that makes it of numbers each time
+
+    @property
+    def said(self) -> str:
+        """A sentence on its values, or on those of the data, if they are large."""
+        return _said(self.name, self.tensor) or _said(self.name, self.source)
 
 
 def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[str, Change | None]:
     """Return the cure of inputs and targets with large values, and a change that standardises them.
 
     The text is empty if there are none. The change is None unless they are large in most rows, and
-    were so in the calls of the step before. Sync.
+    were so in the calls of the step before. If they are far beyond those of that step, the change
+    limits them to what these were. Sync.
     """
     with modes.unseen_by_modes(), torch.no_grad():
-        large, last = [*_large(calls)], [*filter(_is_large_in_most, _large(before))]
+        found = [*_data(calls)]
+        if (outlier := _outlier(found, calls, before)) is not None:
+            return outlier
+        large = [each for each in found if each.said]
+        last = [each for each in _data(before) if each.said and _is_large_in_most(each)]
         now = [*filter(_is_large_in_most, large)]
         known = {each.name for each in (last if before else now)}
         found = [each for each in (*now, *last) if each.name in known]
@@ -67,24 +90,57 @@ def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[
     return text, change if is_changed else None
 
 
+def _outlier(
+    found: Sequence[_Data], calls: Sequence[KeptCall], before: Sequence[KeptCall]
+) -> tuple[str, Change] | None:
+    """Return what to do with data far beyond those of the step before, and a change that limits it.
+
+    None if there are none.
+    """
+    for data in found:
+        largest = _largest(data.tensor)
+        same = (call for call in before if largest >= LARGE_DATA and _is_same(call, data.call))
+        given = chain.from_iterable(call.placeholders() for call in same)
+        usual = max(map(_largest, map(data_again, given)), default=0.0)
+        if not 0 < _OUTLIER * usual < largest < math.inf:
+            continue
+        rows = data.tensor.float().abs().reshape(len(data.tensor), -1).amax(1)
+        entries = bad_entries(rows.masked_fill(rows > FAR * usual, math.nan))
+        what = entries.removeprefix(" in ") or "this batch"
+        sizes = map(size_text, (largest, usual))
+        text = OUTLIER.format(what, data.name, *sizes)
+        reading = [call for call in calls if call.number >= data.call.number]
+        pairs = [(data.given, data.source.clamp(-usual, usual))]
+        return text, partial(given_others, reading, pairs)
+    return None
+
+
+def _is_same(call: KeptCall, other: KeptCall) -> bool:
+    """Return whether two calls are of the same function at the same place."""
+    is_here = call.at is not None and other.at is not None and call.at.is_at(other.at)
+    return is_here and call.function is other.function
+
+
+def _largest(tensor: Tensor | None) -> float:
+    """Return the largest magnitude of data; 0 if it is not known."""
+    if tensor is None or not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float(tensor.float().abs().amax())
+
+
 def _scaled(tensor: Tensor) -> Tensor:
     values = tensor.float() if tensor.dim() == 2 else tensor.float().reshape(-1, 1)
     found = (values - values.mean(0)) / (values.std(0, correction=0) + 1e-6)
     return found.reshape(tensor.shape).to(tensor.dtype)
 
 
-def _is_large_in_most(large: _Large) -> bool:
-    """Return whether the median of a column is large, so that no single row is an outlier."""
-    tensor = large.source
-    if bytes_of(tensor) > LARGEST_COPY or is_mask(tensor):
-        return False
-    sizes = tensor.float().abs()
-    columns = sizes if tensor.dim() == 2 else sizes.reshape(-1, 1)
-    return float(columns.median(0).values.amax()) >= LARGE
+def _is_large_in_most(data: _Data) -> bool:
+    tensor = data.source
+    return bytes_of(tensor) <= LARGEST_COPY and not is_mask(tensor) and is_large_in_most(tensor)
 
 
-def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
-    """Yield the tensors with large values."""
+def _data(calls: Sequence[KeptCall]) -> Iterator[_Data]:
+    """Yield the data that modules, losses and products with weights are given."""
     for call, following in zip_longest(calls, calls[1:]):
         is_error = call.name in _DIFFERENCES and following and following.name in _SIZES
         arguments, is_module = [*_arguments(call)], isinstance(call.function, nn.Module)
@@ -96,10 +152,9 @@ def _large(calls: Sequence[KeptCall]) -> Iterator[_Large]:
                 name, source = _name(tensor, made_by), _source(tensor, made_by)
                 if name.endswith("without a name"):
                     name = f"the input of {type(call.function).__name__}" if is_module else ""
-                said = _said(name, tensor) or _said(name, source)
-                if name and said:
+                if name:
                     given = made_by if made_by and _is_remade(made_by) else source
-                    yield _Large(name, said, source, given)
+                    yield _Data(name, call, tensor, source, given)
 
 
 def _arguments(call: KeptCall) -> Iterator[tuple[Tensor, KeptCall | None]]:
@@ -172,7 +227,7 @@ def _said(name: str, tensor: Tensor) -> str:
     sizes = tensor.float().abs()
     columns = sizes.amax(0) if tensor.dim() == 2 else sizes.amax().reshape(1)
     largest, column = map(float, columns.max(0))
-    if largest < LARGE:
+    if largest < LARGE_DATA:
         return ""
     columns[int(column)] = 0
     other = float(columns.max())

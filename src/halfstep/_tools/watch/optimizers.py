@@ -26,6 +26,7 @@ from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.user_code import is_users, model_of, tree_of, user_line
+from halfstep._tools.watch.bad_steps import have_finite_values
 from halfstep._tools.watch.schedules import (
     lines_that_set,
     lines_with,
@@ -99,6 +100,23 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
 
 
+def not_skipped(optimizer: Optimizer) -> Diagnosis | None:
+    """Return the diagnosis of a step beside the scaler with bad gradients; or None. Sync: one."""
+    if have_finite_values(w.grad for w in parameters(optimizer) if w.grad is not None):
+        return None
+    line, of = user_line(), type(optimizer).__name__
+    where = "" if line is None else f" ({Path(line.file).name}:{line.number})"
+    event = (
+        f"this step of {of}{where} is not the scaler's, which skips gradients with inf or NaN as "
+        "these are"
+    )
+    text = (
+        "leave this line out if scaler.step(optimizer) stands before it, which has stepped or "
+        "skipped already; else put scaler.step(optimizer) in its place"
+    )
+    return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
+
+
 def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float | complex]]:
     for group in _groups(optimizer):
         for name in _SETTINGS.intersection(group):
@@ -111,6 +129,13 @@ def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float | complex]]:
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for member in members(optimizer) for group in member.param_groups]
+
+
+_CLIP = "torch.nn.utils.clip_grad_norm_({model}.parameters(), 1.0)"
+SQUARED = (
+    "{} is inf, and the rest of the state and the weight are finite, so a gradient was too large "
+    "to be squared. Check why, as unscaled data or a loss without a mean"
+)
 
 
 def with_bad_state(
@@ -134,11 +159,16 @@ def with_bad_state(
                 which = ", the first one with a state that was loaded or set" if is_loaded else ""
                 loads = lines_with(line.file, {"load_state_dict"}) if line and is_loaded else []
                 before = f"than that of {listed(loads)}" if loads else f"from before {key} went bad"
-                text = (
-                    f"load an earlier checkpoint {before}: the state of {of}, with which it steps "
-                    f"{name}, was not finite before this step{which}. Without one, begin with a "
-                    f"new {of}"
+                bad = (
+                    f"the state of {of}, with which it steps {name}, was not finite before this "
+                    f"step{which}"
                 )
+                text = f"load an earlier checkpoint {before}: {bad}. Else begin with a new {of}"
+                rest = [v for k, v in state.items() if k != key and isinstance(v, Tensor)]
+                is_square = "sq" in key and not is_loaded and not bool(value.isnan().any())
+                if is_square and all(map(is_finite, [weight, *rest])):
+                    clip = _CLIP.format(model=model_of(parameters(optimizer)))
+                    text = f"{clip}  # before each step of a new run\n{bad}: {SQUARED.format(key)}"
                 lines = written(value)
                 text = "\n".join([*lines, text] if is_loaded or not lines else lines)
                 tensor = f"{key} of {name} in {of}"
@@ -218,7 +248,7 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
     model = model_of(parameters(optimizer))
-    clip = f"torch.nn.utils.clip_grad_norm_({model}.parameters(), 1.0)"
+    clip = _CLIP.format(model=model)
     # Steps of Adam and its like are as long with smaller gradients.
     clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text

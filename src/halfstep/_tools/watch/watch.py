@@ -58,6 +58,7 @@ from halfstep._tools.replay.kept_calls import (
     Made,
     copied_from,
     is_model,
+    may_learn_from,
     needed_for,
     step_of,
     weights_of,
@@ -79,6 +80,7 @@ from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.optimizers import (
     Search,
+    not_skipped,
     of_settings,
     search_of,
     still_scaled,
@@ -273,8 +275,8 @@ class Watch:
             self._end_live(None, is_last=True)
             if is_observing(self) and (error is None or not issubclass(error, KeyboardInterrupt)):
                 if error is not None and self._running.left_out is None:
-                    self._running.left_out = self._capture.log.first_bad()
-                self._conclude(is_last=True)
+                    self._running.left_out = self._capture.log.bad_at_end()
+                self._conclude(is_last=True, has_failed=error is not None)
         finally:
             self._stack.close()
 
@@ -384,7 +386,7 @@ class Watch:
         if self._running.left_out is None and not self._running.is_bad:
             self._running.left_out = copied_from(made)
 
-    def _conclude(self, *, is_last: bool = False) -> None:
+    def _conclude(self, *, is_last: bool = False, has_failed: bool = False) -> None:
         """Diagnose a step that the loop dropped: it read a bad value and continued, or ended."""
         made, self._running.left_out = self._running.left_out, None
         calls = [] if made is None else needed_for([made.call])
@@ -393,6 +395,8 @@ class Watch:
         is_training = is_end or any(call.has_grad and is_model(call.function) for call in calls)
         if made is None or not is_training:
             return
+        if not (is_end or has_failed or may_learn_from(made.call)):
+            return  # a metric
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
@@ -436,11 +440,15 @@ class Watch:
         if setting is not None:
             self._is_spoiled = self._running.is_bad = True
             self._report(setting)
-        elif not is_stepping() and 0 < self._running.num_backward <= self._running.num_scaled:
-            scaled = still_scaled(optimizer, self._loss_scaler)
+        elif not is_stepping() and self._running.num_backward <= self._running.num_scaled:
+            is_pending = self._running.num_backward > 0
+            scaled = still_scaled(optimizer, self._loss_scaler) if is_pending else None
+            if scaled is not None:
+                self._growth.mislead(optimizer)
+            elif self._loss_scaler is not None:
+                scaled = not_skipped(optimizer)
             if scaled is not None:
                 self._is_spoiled = True
-                self._growth.mislead(optimizer)
                 self._report(scaled)
         if is_stepping() or not self._counts_plain_steps():
             return None
