@@ -39,19 +39,6 @@ WARM_UP = 20
 NUM_ROUNDS, NUM_ITERATIONS = 60, 50
 
 
-class Idle(torch.optim.SGD):
-    """An optimizer that does nothing."""
-
-    def step(self, closure: Any = None) -> None:
-        """Leave all as it is."""
-
-
-class IdleFused(Idle):
-    """One that would handle the scale."""
-
-    _step_supports_amp_scaling = True
-
-
 class _Ops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +68,10 @@ def cost(make_scaler: Callable[..., Any], **options: bool) -> tuple[int, int]:
     return calls, ops.count
 
 
+def nothing(*_: object) -> None:
+    """Take the place of an optimizer's own work."""
+
+
 def _iteration(
     make_scaler: Callable[..., Any],
     device: str,
@@ -92,14 +83,17 @@ def _iteration(
     is_idle: bool = False,
 ) -> Callable[[], None]:
     params = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
-    adamw = partial(torch.optim.AdamW, fused=fused, foreach=None if fused else True)
-    make_optimizer = (IdleFused if fused else Idle) if is_idle else adamw
+    make_optimizer = partial(torch.optim.AdamW, fused=fused, foreach=None if fused else True)
     optimizer = make_optimizer(params)
     if is_gan:
         others = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
         other = make_optimizer(others)
+        if is_idle:
+            other.step = nothing
         for param in others:
             param.grad = torch.randn_like(param)
+    if is_idle:
+        optimizer.step = nothing
     scaler = make_scaler(device, init_scale=1024.0, growth_interval=10**6)
     for param in params:
         param.grad = torch.randn_like(param)
