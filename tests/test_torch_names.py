@@ -232,7 +232,9 @@ def test_the_step_of_an_optimizer_alone() -> None:
             seen.append("step")
 
     optimizer = Own([torch.nn.Parameter(torch.ones(1))])
+    assert not optim.has_step_hooks(optimizer)
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    assert optim.has_step_hooks(optimizer)
     alone = optim.step_without_hooks(optimizer)
     assert alone is not None
     alone()

@@ -85,9 +85,9 @@ def test_a_backward_after_unscaling_is_noticed(set_to_none: bool | None) -> None
 # --- steps that raise -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("is_warm", "scale"), [(False, 64.0), (True, 65.0), (True, 64.0)])
-def test_a_fused_step_that_raised_after_it_has_divided(is_warm: bool, scale: float) -> None:
-    p, scaler = param(), GradScaler(init_scale=scale)
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_fused_step_that_raised_after_it_has_divided(is_warm: bool) -> None:
+    p, scaler = param(), GradScaler()
     optimizer = SGD([p], 0.25, fused=True)
     if is_warm:
         warm(scaler, optimizer)
@@ -96,10 +96,6 @@ def test_a_fused_step_that_raised_after_it_has_divided(is_warm: bool, scale: flo
     with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     hook.remove()
-    if is_warm and scale == 64.0:  # the scaler has divided
-        scaler.step(optimizer)
-        assert p.item() == 0.5
-        return
     for call in (scaler.step, scaler.unscale_):
         with pytest.raises(CallOrderError, match=r"may have divided some of them by the scale"):
             call(optimizer)

@@ -229,7 +229,8 @@ def test_a_fused_step_divides_by_itself_only_where_a_check_would_not_divide_alik
     for cls in (GradScaler, torch.amp.GradScaler):
         p, given = torch.nn.Parameter(torch.tensor([0.1, 0.7])), []
         optimizer = torch.optim.SGD([p], 0.25, fused=True)
-        optimizer.register_step_pre_hook(lambda o, *_: given.append(hasattr(o, "grad_scale")))  # noqa: B023
+        whole = optimizer.step
+        optimizer.step = lambda: given.append(hasattr(optimizer, "grad_scale")) or whole()  # noqa: B023
         scaler = cls("cpu", init_scale=scale)
         for factor in (0.3, 0.7, 1.1, 1.3, 1.7, math.inf):
             optimizer.zero_grad()
@@ -241,6 +242,25 @@ def test_a_fused_step_divides_by_itself_only_where_a_check_would_not_divide_alik
         if cls is GradScaler:
             assert given[-2:] == [scale == 1000.0, True]  # a skipped step is the optimizer's
     assert_equal(*results)
+
+
+def test_what_sees_a_fused_step_finds_scale_and_flag_and_one_that_is_set_serves_once() -> None:
+    results = []
+    for cls in (GradScaler, torch.amp.GradScaler):
+        p, seen = torch.nn.Parameter(torch.tensor([0.1, 0.7])), []
+        optimizer, scaler = torch.optim.SGD([p], 0.25, fused=True), cls("cpu", init_scale=1024.0)
+        for k in range(7):
+            optimizer.zero_grad()
+            scaler.scale((p * p).sum()).backward()
+            if k == 4:
+                optimizer.grad_scale = torch.tensor(4.0)
+            if k == 5:
+                optimizer.register_step_post_hook(lambda o, *_: seen.append(o.found_inf.item()))  # noqa: B023
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((p.detach(), seen))
+        assert seen == [0.0, 0.0]
+    assert torch.equal(results[0][0], results[1][0])
 
 
 def test_groups_that_are_fused_no_more_have_their_gradients_divided() -> None:

@@ -244,32 +244,6 @@ def test_a_cure_is_finite_up_to_what_has_raised_the_error(draw: Callable[[Tensor
     assert found.cure.is_finite
 
 
-class Drawing(nn.Module):
-    def __init__(self, scores: nn.Module) -> None:
-        super().__init__()
-        self.scores, self.size = scores, 1.0
-
-    def forward(self, x: Tensor) -> torch.distributions.Categorical:
-        z = self.scores(x) * self.size
-        p = torch.exp(z) / torch.exp(z).sum(1, keepdim=True)  # bad
-        return torch.distributions.Categorical(p, validate_args=True)
-
-
-def test_an_error_inside_of_a_model_is_diagnosed_and_the_formula_is_edited_where_it_is() -> None:
-    run, watch = Run(), Watch(tell=lambda *_: None)
-    model = Drawing(run.model)
-    with suppress(ValueError), watch:
-        for step, (x, _) in enumerate(run.batches, start=1):
-            model.size = 1e6 if step == BAD_STEP else 1.0
-            drawn = model(x)
-            run.take(-drawn.log_prob(drawn.sample()).mean())
-    (found,) = watch.found
-    assert found.bad is not None
-    assert found.bad.op == "exp"
-    assert found.cure is not None
-    assert found.cure.text == "p = torch.softmax(z, 1)  # bad"
-
-
 @pytest.mark.parametrize(
     "metric",
     [

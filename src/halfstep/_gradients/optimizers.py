@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch.devices import facts, to_device
-from halfstep._pytorch.optim import replace_method
+from halfstep._pytorch.optim import has_step_hooks, replace_method
 from halfstep.errors import CallOrderError
 
 HANDLES_SCALE = "_step_supports_amp_scaling"
@@ -295,6 +295,13 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step surely leaves the gradients divided by ``grad_scale``."""
     is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")
     return is_pytorchs and getattr(optimizer, "grad_scale", None) is None
+
+
+def does_without_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether nothing sees that a fused step gets unscaled gradients, and no flag."""
+    is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")
+    is_set = not {"grad_scale", "found_inf"}.isdisjoint(vars(optimizer))
+    return is_pytorchs and not is_set and not has_step_hooks(optimizer)
 
 
 _NOT_SET = object()

@@ -20,6 +20,12 @@ def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return getattr(optimizer_class.step, "hooked", False)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks of its own see the steps of an optimizer."""
+    known = vars(optimizer)
+    return bool(known["_optimizer_step_pre_hooks"] or known["_optimizer_step_post_hooks"])
+
+
 def is_whole(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer saves its own state, unlike wrappers, which save another's.
 

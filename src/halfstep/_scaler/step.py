@@ -48,7 +48,7 @@ from halfstep._gradients.gradients import (
     parameters,
     refuse_float16,
 )
-from halfstep._gradients.optimizers import HANDLES_SCALE, is_pytorchs, name, step_with_scale
+from halfstep._gradients.optimizers import HANDLES_SCALE, does_without_scale, name, step_with_scale
 from halfstep._gradients.scalars import Scalar, any_of, reciprocal
 from halfstep._pytorch.distributed import default_group, has_process_group
 from halfstep._scaler.engine import Engine
@@ -103,7 +103,9 @@ def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float
     loss_scale, make_step = engine.loss_scale, optimizer.step
     is_fused = plan.is_fused
     if is_fused and step.multiplier is None and loss_scale.is_here:
-        is_fused = not is_pytorchs(optimizer)  # which does the same without a flag, in less time
+        is_fused = not does_without_scale(
+            optimizer
+        )  # which does the same without a flag, in less time
     norm = None if step.norms is None or max_norm is None else step.norms.norm
     is_written = False
     if not (loss_scale.is_here or is_fused):
@@ -189,7 +191,7 @@ def _checked_usual(
         own = _clean(engine)
         # A check writes anyway, so that it can divide: by a power of two as PyTorch's kernels do.
         is_equal = is_fused and loss_scale.is_here and math.frexp(scale)[0] == 0.5
-        if is_fused and not (is_equal and is_pytorchs(optimizer)):
+        if is_fused and not (is_equal and does_without_scale(optimizer)):
             gradients.check(own.found_here, loss_scale.one)
         else:
             factor = loss_scale.inverse if is_known else reciprocal(scale)

@@ -252,7 +252,8 @@ class _Nearness(OpObserver):
             return
         is_wanted = (call.place.op or call.name) in self._ops
         results = [t for t in outputs if is_wanted and t.dtype in HALVES and t.numel()]
-        share = max((float(t.abs().amax()) / torch.finfo(t.dtype).max for t in results), default=0)
+        sizes = (t.abs().nan_to_num(0, 0).amax() / torch.finfo(t.dtype).max for t in results)
+        share = max(map(float, sizes), default=0)
         modules = self.shares.setdefault(line, {})
         modules[call.place.module] = max(share, modules.get(call.place.module, 0.0))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
-from itertools import chain, count, pairwise, repeat
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -189,7 +189,8 @@ class Recorder:
             self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
         if self._counts_plain_steps():
             self._leave_out_what_was_dropped()
-            self._add_losses(_weighed(roots, gradients))
+            found = tensors_in([roots])
+            self._add_losses(found if gradients is None else _weighed(roots, gradients))
         elif gradients is not None and self._scaled and self._num_backward == self._num_scaled:
             (weighed,) = _weighed(self._scaled[-1], gradients)  # the loss that was scaled last
             self._add_losses([weighed - self._scaled[-1]])
@@ -579,10 +580,12 @@ class Recorder:
 
 def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
     """Return losses times the gradients that a backward pass is given for them, if any."""
-    given = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    given, found = (list(tensors_in([each])) for each in (gradients, losses))
+    if len(given) != len(found):  # not one for each
+        return found
     return [
-        loss if by is None or by.numel() != 1 else _scalar(loss.detach() * by.detach())
-        for loss, by in zip(tensors_in([losses]), chain(given, repeat(None)), strict=False)
+        loss if by.numel() != 1 else _scalar(loss.detach() * by.detach())
+        for loss, by in zip(found, given, strict=True)
     ]
 
 

@@ -47,7 +47,7 @@ class Made:
     """Placeholder for an argument: a tensor by its position in the results of an earlier call."""
 
     call: KeptCall
-    position: int  # -1 for all of them, or what else it made
+    position: int
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -370,7 +370,7 @@ def call_again(
         if by_run is None and call.name == "backward" and not is_scaled:
             by_run = scaler  # `halfstep run --amp` scales inside backward
         made[call] = _again(call, made, by_run)
-    if root is None or root.position < 0:
+    if root is None:
         return made[calls[-1]]
     value = made[root.call][root.position]
     if value.requires_grad and value.ndim == 0:  # a loss that the loop dropped before backward

@@ -481,7 +481,7 @@ class CallLog:
         """Return the bad value for which a call, or the script, has raised an error. Sync: many.
 
         It is what the call was given, or what the last condition was computed of; if these are
-        finite, the first bad value of this step, else what a model would have returned.
+        finite, the first bad value of this step.
         """
         raised, made = self.raised, list[Made | None]()
         if raised is not None:
@@ -494,8 +494,7 @@ class CallLog:
                 tensor = each.call.results[each.position][0]()
                 if tensor is not None and not is_finite(tensor) and not is_mask(tensor):
                     return each
-        within = Made(raised.call, -1) if raised and is_model(raised.call.function) else None
-        return self.first_bad() or within
+        return self.first_bad()
 
 
 @contextmanager

@@ -101,7 +101,8 @@ def _outlier(
         largest = _largest(data.tensor)
         same = (call for call in before if largest >= LARGE_DATA and _is_same(call, data.call))
         given = chain.from_iterable(call.placeholders() for call in same)
-        usual = max(map(_largest, map(data_again, given)), default=0.0)
+        made = (t for t in map(data_again, given) if t is not None and not t.requires_grad)
+        usual = max((_largest(t) for t in made if t.shape[1:] == data.tensor.shape[1:]), default=0)
         if not 0 < _OUTLIER * usual < largest < math.inf:
             continue
         rows = data.tensor.float().abs().reshape(len(data.tensor), -1).amax(1)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from halfstep._common.numbers import listed, number, power
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import members
+from halfstep._gradients.optimizers import is_pytorchs, members
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
@@ -102,7 +102,8 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
 
 def not_skipped(optimizer: Optimizer) -> Diagnosis | None:
     """Return the diagnosis of a step beside the scaler with bad gradients; or None. Sync: one."""
-    if have_finite_values(w.grad for w in parameters(optimizer) if w.grad is not None):
+    gradients = (w.grad for w in parameters(optimizer) if w.grad is not None)
+    if not is_pytorchs(optimizer) or have_finite_values(gradients):  # another may clean them
         return None
     line, of = user_line(), type(optimizer).__name__
     where = "" if line is None else f" ({Path(line.file).name}:{line.number})"

@@ -274,9 +274,11 @@ class Watch:
         try:
             self._end_live(None, is_last=True)
             if is_observing(self) and (error is None or not issubclass(error, KeyboardInterrupt)):
+                has_failed = error is not None and not issubclass(error, SystemExit)
                 if error is not None and self._running.left_out is None:
-                    self._running.left_out = self._capture.log.bad_at_end()
-                self._conclude(is_last=True, has_failed=error is not None)
+                    log = self._capture.log
+                    self._running.left_out = log.bad_at_end() if has_failed else log.first_bad()
+                self._conclude(is_last=True, has_failed=has_failed)
         finally:
             self._stack.close()
 
