@@ -299,9 +299,8 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
 
 def does_without_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether nothing sees that a fused step gets unscaled gradients, and no flag."""
-    is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")
-    is_set = not {"grad_scale", "found_inf"}.isdisjoint(vars(optimizer))
-    return is_pytorchs and not is_set and not has_step_hooks(optimizer)
+    is_seen = hasattr(optimizer, "found_inf") or has_step_hooks(optimizer)
+    return writes_unscaled(optimizer) and not is_seen
 
 
 _NOT_SET = object()

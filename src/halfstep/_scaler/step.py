@@ -103,9 +103,7 @@ def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float
     loss_scale, make_step = engine.loss_scale, optimizer.step
     is_fused = plan.is_fused
     if is_fused and step.multiplier is None and loss_scale.is_here:
-        is_fused = not does_without_scale(
-            optimizer
-        )  # which does the same without a flag, in less time
+        is_fused = not does_without_scale(optimizer)  # nor does it need a flag
     norm = None if step.norms is None or max_norm is None else step.norms.norm
     is_written = False
     if not (loss_scale.is_here or is_fused):
