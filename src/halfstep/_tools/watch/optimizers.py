@@ -90,8 +90,7 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
     """Return the diagnosis of an optimizer that steps with gradients of scaled losses; or None."""
     if scaler is None or is_unscaled(scaler, optimizer):
         return None
-    line, of = user_line(), type(optimizer).__name__
-    where = "" if line is None else f" ({Path(line.file).name}:{line.number})"
+    of, where = type(optimizer).__name__, _where()
     event = (
         f"the gradients of this step of {of} are still multiplied by the scale "
         f"({power(scaler.get_scale())}){where}"
@@ -105,8 +104,7 @@ def not_skipped(optimizer: Optimizer) -> Diagnosis | None:
     gradients = (w.grad for w in parameters(optimizer) if w.grad is not None)
     if not is_pytorchs(optimizer) or have_finite_values(gradients):  # another may clean them
         return None
-    line, of = user_line(), type(optimizer).__name__
-    where = "" if line is None else f" ({Path(line.file).name}:{line.number})"
+    of, where = type(optimizer).__name__, _where()
     event = (
         f"this step of {of}{where} is not the scaler's, which skips gradients with inf or NaN as "
         "these are"
@@ -116,6 +114,11 @@ def not_skipped(optimizer: Optimizer) -> Diagnosis | None:
         "skipped already; else put scaler.step(optimizer) in its place"
     )
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
+
+
+def _where() -> str:
+    line = user_line()
+    return "" if line is None else f" ({Path(line.file).name}:{line.number})"
 
 
 def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float | complex]]:
