@@ -849,7 +849,7 @@ def test_a_loss_is_multiplied_by_the_gradient_of_its_pass(is_scaled, tmp_path: P
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = halfstep.GradScaler(DEVICE, enabled=is_scaled)
-    with halfstep.record(tmp_path):
+    with halfstep.record(tmp_path), torch.device(DEVICE):  # a function mode: backward sees it twice
         real, fake = model(torch.ones(4)) * 0 + 5, model(torch.zeros(4)) * 0 + 2
         half = torch.tensor([0.5])
         scaler.scale(real).backward(torch.tensor([-1.0]))

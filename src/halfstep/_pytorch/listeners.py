@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from halfstep._pytorch.autograd import backward_number
+
 
 class _Heard:
     """A function of a module with listeners, which may be removed in any order.
@@ -47,17 +49,35 @@ class _Heard:
 
 
 _Listeners = tuple[Callable[..., None], ...]
+_here = threading.local()
 
 
-def _before(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls listeners with what ``given`` yields, then the original."""
+def _backward(
+    original: Any,
+    listeners: _Listeners,
+    /,
+    tensors: Any,
+    grad_tensors: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    was = getattr(_here, "is_passing", False)
+    # Since 2.13 a call under a function mode, as of set_default_device, goes through here again.
+    for listener in () if was and backward_number() < 0 else listeners:
+        listener(tensors, grad_tensors)
+    _here.is_passing = True
+    try:
+        return original(tensors, grad_tensors, *args, **kwargs)
+    finally:
+        _here.is_passing = was
 
-    def call(original: Any, listeners: _Listeners, /, *args: Any, **kwargs: Any) -> Any:
-        for listener in listeners:
-            listener(*given(*args, **kwargs))
-        return original(*args, **kwargs)
 
-    return call
+def _clip(
+    original: Any, listeners: _Listeners, /, parameters: Any, max_norm: Any, *args: Any, **kw: Any
+) -> Any:
+    for listener in listeners:
+        listener(float(max_norm))
+    return original(parameters, max_norm, *args, **kw)
 
 
 def _norm(
@@ -89,19 +109,13 @@ def _scaler_step(
 # (with listening_to_...(listener): ...) calls the listener in a block:
 
 # with the roots of each backward pass and the gradients given for them, before it begins
-listening_to_backward = _Heard(
-    torch.autograd,
-    "backward",
-    _before(lambda tensors, grad_tensors=None, *_, **__: (tensors, grad_tensors)),
-).by
+listening_to_backward = _Heard(torch.autograd, "backward", _backward).by
 
 # with the gradients and the L2 norm that any clip_grad_norm_ measures
 listening_to_norms = _Heard(clip_grad, "_get_total_norm", _norm).by
 
 # with the norm to which clip_grad_norm_ clips, before it does
-listening_to_clipping = _Heard(
-    clip_grad, "_clip_grads_with_norm_", _before(lambda _, max_norm, *__, **___: (float(max_norm),))
-).by
+listening_to_clipping = _Heard(clip_grad, "_clip_grads_with_norm_", _clip).by
 
 # without arguments, at steps that an enabled torch.amp.GradScaler makes or skips
 listening_to_torch_scaler = _Heard(torch.amp.GradScaler, "step", _scaler_step).by
