@@ -100,7 +100,7 @@ class EarlyClipping:
                 f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
                 f"clipped before they are unscaled, which makes every gradient {factor} times "
                 "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
-                "clipping to scaler.step(optimizer, max_norm=...)",
+                "clipping to scaler.step(optimizer, max_norm=...)"
             )
 
 

@@ -123,7 +123,7 @@ class Engine:
             warn(
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
                 "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
-                "optimizer.step() alone steps with gradients that are multiplied by the scale",
+                "optimizer.step() alone steps with gradients that are multiplied by the scale"
             )
         return scaled
 

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import (
-    HANDLES_SCALE,
-    makes_step_of,
-    members,
-    name,
-)
+from halfstep._gradients.optimizers import HANDLES_SCALE, makes_step_of, members, name
 from halfstep._pytorch.distributed import default_group
 from halfstep._scaler.clipping import EarlyClipping
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all

@@ -23,12 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.numbers import at_steps, power, step_list, things
 from halfstep._gradients.gradients import Flags, Gradients, Norms
-from halfstep._gradients.scalars import (
-    Scalar,
-    any_of,
-    float32_from_bits,
-    scalar,
-)
+from halfstep._gradients.scalars import Scalar, any_of, float32_from_bits, scalar
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import (
     exchange_device,
@@ -404,8 +399,7 @@ class Ranks:
     """The ranks that decide the step of each optimizer; its argument is that of GradScaler."""
 
     def __init__(
-        self,
-        process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
+        self, process_group: ProcessGroup | DeviceMesh | Literal["local"] | None = None
     ) -> None:
         self._is_local = process_group == "local"
         self._given = None if self._is_local else _given(process_group)

@@ -31,12 +31,7 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.journal import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.scale_state import (
-    Dynamic,
-    ScaleState,
-    Schedule,
-    schedule_of,
-)
+from halfstep._scaler.scale_state import Dynamic, ScaleState, Schedule, schedule_of
 from halfstep._scaler.torch_amp import TorchAttributes
 from halfstep._scaler.undo import attempts, step_with_closure
 from halfstep.errors import CallOrderError
@@ -471,7 +466,7 @@ class GradScaler(TorchAttributes):
         if not state_dict:
             warn(
                 "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "
-                "and holds no scale. This one keeps its present values.",
+                "and holds no scale. This one keeps its present values."
             )
             return
         self._engine.load(ScaleState.from_dict(state_dict, self._engine.loss_scale.first))

@@ -24,12 +24,7 @@ from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import (
-    Check,
-    Step,
-    found_inf_by_device,
-    nothing_checked,
-)
+from halfstep._scaler.iteration import Check, Step, found_inf_by_device, nothing_checked
 from halfstep._scaler.step import (
     gather,
     new_check,
