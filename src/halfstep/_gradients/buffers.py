@@ -87,23 +87,16 @@ class Buffers:
 
 
 class _Watched:
-    """A module and a copy of its buffers; a forward pre-hook, which copies of the module ignore.
-
-    Attributes:
-        module: A weak reference.
-        copies: The newest copy, in parts.
-        is_new: Whether it was made since the last ``update``, before the module was called.
-        has_loss: Whether a loss has been scaled since it was made.
-        is_first: Whether there was no ``update`` yet.
-    """
+    """A module and a copy of its buffers; a forward pre-hook, which copies of the module ignore."""
 
     remove: weakref.finalize[..., Buffers]
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.ref(module)
-        self.copies: list[Copy] = []
-        self.is_new = self.has_loss = False
-        self.is_first = True
+        self.copies: list[Copy] = []  # the newest copy, in parts
+        self.is_new = False  # whether it was made since the last update(), before a call
+        self.has_loss = False  # whether a loss has been scaled since it was made
+        self.is_first = True  # whether there was no update() yet
 
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or modes.is_jit_tracing() or modes.has_transforms():

@@ -103,20 +103,16 @@ class Kernel(NamedTuple):
 
 
 class PendingUpdate:
-    """An update whose flags are on their way to the host.
+    """An update whose flags are on their way to the host."""
 
-    Attributes:
-        kernel: How the device has moved the scale, None if it did not move.
-        is_stale: Whether the host has set the scale since: then the iteration only counts.
-        known: The states before and after it, once the state of the scale has followed.
-    """
-
+    # The states before and after it, once the state of the scale has followed.
     known: tuple[ScaleState, ScaleState] | None = None
+    is_stale = False  # whether the host has set the scale since: then the iteration only counts
 
     def __init__(
         self, scale: DeviceScale, values: dict[str, Tensor], kernel: Kernel | None
     ) -> None:
-        self.kernel, self.is_stale = kernel, False
+        self.kernel = kernel  # how the device has moved the scale, None if it did not move
         self._scale, self._names = scale, list(values)
         self._transfer: Transfer | None = to_host(torch.stack(list(values.values())))
         self._found: tuple[float, dict[str, bool]]

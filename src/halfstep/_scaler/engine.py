@@ -43,13 +43,6 @@ class Engine:
     """The scale of the losses, and the state of the current iteration.
 
     ``first`` is the initial state of the scale; observers receive ``scaler``.
-
-    Attributes:
-        current: What ``iteration`` returns, which stays usual.
-        is_usual: Whether nothing but usual steps needed the iteration so far.
-        usual: The usual calls of this iteration, by ``id`` of their optimizers, which share no
-            parameters: the plan, and what the long road would keep.
-        clean: Checks that have found nothing, for other steps; nobody else has their flags.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -57,10 +50,11 @@ class Engine:
         # Never called without one: only its methods call the engine.
         self.owner: Callable[[], Any] = weakref.ref(scaler)
         self.loss_scale = LossScale(first)
-        self.current = Iteration()
-        self.is_usual = True
+        self.current = Iteration()  # what `iteration` returns, which stays usual
+        self.is_usual = True  # whether nothing but usual steps needed the iteration so far
+        # By id of optimizers that share no parameters: the plan, and what the long road would keep.
         self.usual: dict[int, tuple[Plan, Step]] = {}
-        self.clean: list[Check] = []
+        self.clean: list[Check] = []  # that have found nothing, and whose flags nobody else has
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()

@@ -30,21 +30,14 @@ from halfstep.errors import NothingCheckedError
 
 @dataclass(eq=False, slots=True)
 class Check:
-    """A check of gradients that share one scale; the result updates that scale.
+    """A check of gradients that share one scale; the result updates that scale."""
 
-    Attributes:
-        found_here: What was found on this rank.
-        first: The unscaled norm and largest magnitude, measured if the step is one of the first.
-        read: Whether a step has read inf or NaN in the flags, and their versions at that time.
-        agreement: The combined result of all ranks, if several decide.
-        all_param_ids: In that case, the ids of all parameters of the check. A rank may have no
-            gradients for them, but must still find the check.
-    """
-
-    found_here: Flags
-    first: tuple[Scalar, Tensor] | None = None
+    found_here: Flags  # on this rank
+    first: tuple[Scalar, Tensor] | None = None  # unscaled norm and amax, if measured as a first one
+    # Whether a step has read inf or NaN in the flags, and their versions at that time.
     read: tuple[bool, list[int]] | None = None
-    agreement: Agreement | None = None
+    agreement: Agreement | None = None  # of all ranks, if several decide
+    # In that case, the ids of all its parameters: a rank without gradients must find the check too.
     all_param_ids: frozenset[int] = frozenset()
 
     @property
@@ -79,21 +72,13 @@ class Check:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """Gradients that were multiplied by one scale.
+    """Gradients that were multiplied by one scale, and their check."""
 
-    Attributes:
-        gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
-            reused.
-        check: Their check.
-        left_scaled_by: Whether the step that made the check has left them scaled, and the number by
-            which they are multiplied in that case; None if they are unscaled.
-        versions: Those of the gradients when the scaler has written to them last.
-    """
-
-    gradients: Gradients
+    gradients: Gradients  # referenced until the iteration ends, so that no id is reused
     check: Check
+    # Whether the step that made the check has left them scaled, and by what; None if unscaled.
     left_scaled_by: tuple[Scalar, Scalar] | None
-    versions: list[int]
+    versions: list[int]  # of the gradients when the scaler has written to them last
 
     def unscale_what_was_left(self) -> None:
         """Divide the gradients if a skipped step of another optimizer left them scaled."""
@@ -137,12 +122,9 @@ class Ledger:
         gradients: Gradients,
         check: Check,
         left_scaled_by: tuple[Scalar, Scalar] | None = None,
-        versions: list[int] | None = None,
+        versions: list[int] | None = None,  # at that time, if it was not now
     ) -> Entry:
-        """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given.
-
-        ``versions``: theirs at that time, if it was not now.
-        """
+        """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
         entry = Entry(gradients, check, left_scaled_by, versions or gradients.versions())
         self.entries.append(entry)
         if self._fresh:
@@ -259,43 +241,28 @@ class Step(NamedTuple):
     """What a call knows of the gradients of an optimizer, from gathering them to the end.
 
     Each change gives a new one. The iteration keeps the last one of an optimizer, but no gradients.
-
-    Attributes:
-        optimizer: None if only its id is known.
-        scaled_by: The number by which the gradients were multiplied when they were gathered, None
-            if they had been unscaled.
-        multiplier: The same number now.
-        earlier: Every earlier check of any of these gradients, also for another optimizer or a
-            wrapper that shares parameters.
-        own: The check of this call; None if there was nothing to check.
-        look: The second check, of gradients that were already unscaled. It decides about the step,
-            and not about the scale, which the first one has shown to be usable.
-        norms: What this call has measured; None if it measured nothing.
-        ranks: Who decides about the step.
-        all_param_ids: Ids of the parameters, with or without gradients, if several ranks decide.
-        is_first: Whether norm and largest magnitude are measured, as in the first steps.
-        num_losses: Number of losses that had been scaled when the call ended.
-        skip: 1 if a check found inf or NaN, so that the step must be skipped, else 0; None before
-            the decision.
-        found_inf: The same without the second look, nonzero in place of 1; None if there was none.
     """
 
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None  # None if only its id is known
     loss_scale: LossScale
     gradients: Gradients = NONE
-    scaled_by: Scalar | None = None
-    multiplier: Scalar | None = None
-    earlier: tuple[Check, ...] = ()
-    own: Check | None = None
+    scaled_by: Scalar | None = None  # of the gradients when they were gathered; None if unscaled
+    multiplier: Scalar | None = None  # the same now
+    earlier: tuple[Check, ...] = ()  # of any of these gradients, also for another optimizer
+    own: Check | None = None  # the check of this call
+    # The second check, of gradients that were unscaled already. It decides about the step, and not
+    # about the scale, which the first one has shown to be usable.
     look: Check | None = None
-    norms: Norms | None = None
-    ranks: Alone | Together = ALONE
-    all_param_ids: frozenset[int] = frozenset()
-    is_first: bool = False
+    norms: Norms | None = None  # what this call has measured
+    ranks: Alone | Together = ALONE  # who decides
+    all_param_ids: frozenset[int] = frozenset()  # if several ranks decide
+    is_first: bool = False  # whether norm and amax are measured, as in the first steps
     stage: OptState = OptState.READY
-    num_losses: int = 0
-    skip: Scalar | None = None
-    found_inf: Scalar | None = None
+    num_losses: int = 0  # that had been scaled when the call ended
+    skip: Scalar | None = None  # 1 if inf or NaN was found, else 0; None before the decision
+    found_inf: Scalar | None = (
+        None  # the same without the second look, if there was one; or above 1
+    )
 
     @property
     def has_gradients(self) -> bool:
@@ -368,20 +335,14 @@ class Iteration:
 
     A step is kept only once work has been done for its optimizer, so that a failed call leaves no
     trace.
-
-    Attributes:
-        steps: The step of the last call for each optimizer, by ``id`` of the optimizer. The step
-            references the optimizer, so its ``id`` is not reused.
-        num_losses: Number of scaled losses.
-        ledger: What the gradients are multiplied by.
-        looks: The second checks, of gradients that were written to after they were unscaled.
     """
 
     def __init__(self) -> None:
+        # The last call for each optimizer, by its id, which no other gets: the step references it.
         self.steps: dict[int, Step] = {}
-        self.num_losses = 0
+        self.num_losses = 0  # scaled ones
         self.ledger = Ledger()
-        self.looks: list[Check] = []
+        self.looks: list[Check] = []  # of gradients written to after they were unscaled
 
     @property
     def checks(self) -> list[Check]:
@@ -389,7 +350,7 @@ class Iteration:
         return [entry.check for entry in self.ledger.entries]
 
     def keep(self, step: Step, stage: OptState, versions: list[int] | None = None) -> None:
-        """Record the checks and the stage of a call; without a check there is nothing to record.
+        """Record the checks and the stage of a call, if it has a check.
 
         ``versions``: those of the gradients after a call that was made earlier.
         """

@@ -25,34 +25,22 @@ HISTORY_LENGTH = 10_000
 
 
 class Plan:
-    """What outlives an iteration of an optimizer: its last outcome, and how its usual steps go.
+    """What outlives an iteration of an optimizer: its last outcome, and how its usual steps go."""
 
-    Attributes:
-        params: The parameters; None: no usual steps.
-        group: The process group of all ranks.
-        flag: The flag by which the optimizer says that it handles the scale.
-        fused: What its groups say of that.
-        is_fused: Whether it does.
-        ranks: Who decides.
-        param_ids: Those of its parameters.
-        is_measured_fast: Whether measuring norms is no slower than a check; None if not known.
-        versions: Those that its last usual call left in the gradients.
-    """
-
-    group: Any
-    flag: object
-    fused: list[Any]
-    is_fused: bool
-    ranks: Alone
+    group: Any  # the process group of all ranks
+    flag: object  # by which the optimizer says that it handles the scale
+    fused: list[Any]  # what its groups say of that
+    is_fused: bool  # whether it does
+    ranks: Alone  # who decides
     param_ids: frozenset[int]
-    is_measured_fast: bool | None
-    versions: list[int]
+    is_measured_fast: bool | None  # None if not known
+    versions: list[int]  # those that its last usual call left in the gradients
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.id = weakref.ref(optimizer), id(optimizer)
         self.outcome: Outcome | None = None
         self.early_clipping = EarlyClipping()
-        self.params: list[Tensor] | None = None
+        self.params: list[Tensor] | None = None  # None: no usual steps
 
     def make(
         self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool

@@ -64,24 +64,16 @@ class LossScale:
 
     What existing code writes into the tensors is found by comparing values. Steps that do nothing
     but count are only counted: the state is made when it is read.
-
-    Attributes:
-        first: The initial state, with the current schedule.
-        is_here: Whether the host can read the scale without a sync.
-        is_created: Whether a loss has chosen the device. Before that, there are no tensors.
-        is_quiet: Whether it is known that neither of the last two updates was skipped.
-        tensor: The scale, a float32 scalar on the device, which never moves.
-        one: A 1.0 there.
-        bad_loss: NaN if a loss of this iteration was not finite, else 0; if ``has_loss``.
-        has_loss: Whether ``bad_loss`` belongs to this iteration.
     """
 
-    is_here: ClassVar[bool] = True
+    is_here: ClassVar[bool] = True  # whether the host can read the scale without a sync
+    is_created = False  # whether a loss has chosen the device; before that, there are no tensors
     device = CPU
-    tensor: Tensor
-    one: Tensor
-    bad_loss: Tensor
-    is_created = is_quiet = has_loss = False
+    tensor: Tensor  # the scale, a float32 scalar on the device, which never moves
+    one: Tensor  # a 1.0 there
+    is_quiet = False  # whether it is known that neither of the last two updates was skipped
+    has_loss = False  # whether `bad_loss` belongs to this iteration
+    bad_loss: Tensor  # NaN if a loss was not finite, else 0
     _loss_is_finite: bool | None = None  # as far as a step has read it
     _agreed_loss: Tensor | None = None
     _growth_tracker: Tensor | None = None  # once a kernel or existing code has asked
@@ -91,7 +83,7 @@ class LossScale:
     _num_calm: int | None  # steps from now on that only count; None if not known
 
     def __init__(self, first: ScaleState) -> None:
-        self.first = self.state = first
+        self.first = self.state = first  # the initial state, with the current schedule
 
     @property
     def state(self) -> ScaleState:

@@ -32,25 +32,15 @@ from halfstep._scaler.outcome import has_its_gradients
 
 @dataclass(eq=False)
 class Unused:
-    """The unused gradient of a parameter.
+    """The unused gradient of a parameter."""
 
-    Attributes:
-        optimizer: The name of its optimizer.
-        loss_scale: That of the losses.
-        grad: The gradient as it was.
-        scale: The number by which it was multiplied when the scale moved; 1 if it was unscaled.
-        newest: The scale of what ``backward`` has added to it last; at first ``scale``.
-        is_mixed: Whether that was another one.
-        hook: Detects what ``backward`` adds.
-    """
-
-    optimizer: str
+    optimizer: str  # its name
     loss_scale: LossScale
     grad: Seen
-    scale: Scalar
-    newest: Scalar
-    is_mixed: bool | Tensor = False
-    hook: RemovableHandle | None = None
+    scale: Scalar  # what multiplied it when the scale moved; 1 if it was unscaled
+    newest: Scalar  # the scale of what backward() has added to it last; at first `scale`
+    is_mixed: bool | Tensor = False  # whether that was another one
+    hook: RemovableHandle | None = None  # detects what backward() adds
 
     def is_wrong(self, param: Tensor) -> bool | Tensor:
         """Return whether the present scale is not that of the gradient. Sync: none."""
