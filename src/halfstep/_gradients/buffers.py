@@ -75,13 +75,9 @@ class Buffers:
             each.has_loss = each.is_new
 
     def end(self) -> None:
-        """End an iteration.
-
-        A module whose call was not seen, because it is inside compiled code or only parts of it are
-        called, is saved now, for the next iteration.
-        """
+        """End an iteration."""
         for each in self.watched:
-            if not each.is_new:
+            if not each.is_new:  # its call was not seen: it is compiled, or only parts are called
                 each.save()
             each.is_new = each.has_loss = each.is_first = False
 
@@ -122,12 +118,10 @@ class _Watched:
         self.is_new = True
 
     def new_copies(self, slots: list[_Slot]) -> list[Copy]:
-        """Return a copy of all buffers; one for each submodule before the first ``update``.
-
-        A module may fill tables in its first call. They stay, unless there is NaN beside them.
-        """
+        """Return a copy of all buffers; one for each submodule before the first ``update``."""
         if not self.is_first:
             return [Copy(slots)]
+        # Tables that a submodule fills in its first call stay, unless there is NaN beside them.
         parts = {id(held): [slot for slot in slots if slot[0] is held] for held, *_ in slots}
         return [Copy(part) for part in parts.values()]
 
@@ -169,11 +163,7 @@ class Copy:
 
     @torch.no_grad()
     def restore(self, skip: Scalar = 1.0) -> None:
-        """Restore all buffers if one became NaN and ``skip`` is 1.
-
-        All of them, so that the module is as if the batch had never come: counters, running
-        statistics and codebooks agree with each other.
-        """
+        """Restore all buffers, which belong together, if one became NaN and ``skip`` is 1."""
         with modes.unseen_by_modes():
             groups = self._present()
             is_worse = _is_worse(groups)

@@ -220,13 +220,10 @@ def is_as_seen(earlier: Seen, grad: Tensor | None) -> bool:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return all parameters of an optimizer in the order of its groups.
+    """Return all parameters of an optimizer, or of all that a container holds, each once.
 
-    For a container, the parameters of everything it holds, each once. None in a group, as some
-    optimizers have for a removed parameter, is left out.
-
-    Raises:
-        TypeError: A group holds something else, such as a name.
+    None in a group, as some optimizers have for a removed parameter, is left out. Anything else
+    there is a TypeError.
     """
     params: list[Tensor] = []
     # Ask the class first: a property of it may raise. map() adds no Python call per holder.
@@ -255,10 +252,8 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     Some gradients are replaced in ``param.grad`` first. Sparse COO gradients are coalesced: entries
     that are finite one by one may overflow when they are added, above all in float16. Gradients
     that cannot be written in place (expanded, lazily conjugated or negated) are copied. DTensors
-    with partial placements are reduced, which takes a collective.
-
-    Raises:
-        TypeError: A gradient has a sparse layout other than COO. Nothing is changed.
+    with partial placements are reduced, which takes a collective. Other sparse layouts are a
+    TypeError, before anything is changed.
     """
     params = list(params)
     grads = list(map(grad_of, params))
@@ -434,10 +429,7 @@ def norms_of(
 
 @torch.no_grad()
 def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor:
-    """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G).
-
-    The result is inf or NaN if a gradient is.
-    """
+    """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G)."""
     amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
     if not amaxes:  # another rank has gradients, and all ranks measure the same steps
         return torch.zeros((), device=device)
@@ -447,10 +439,7 @@ def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor
 
 @torch.no_grad()
 def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
-    """Return flags for finite gradients that overflow when divided by a scale below 1.
-
-    One float32 scalar, 1 or 0, for each device and dtype. One read (1 G).
-    """
+    """Return flags, 1 if finite gradients overflow when divided by a scale below 1. 1 G."""
     found = []
     for (device, dtype), values in gradients.by_kind.items():
         amax, by = largest_magnitudes(values).amax(), as_tensor(scale, device)

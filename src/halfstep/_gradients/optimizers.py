@@ -178,10 +178,7 @@ def is_bypassed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Names:
-    """The names of parameters in the modules that a scaler watches.
-
-    The modules are held weakly and queried on demand, since parameters may be replaced.
-    """
+    """The names of parameters in the modules that a scaler watches."""
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[torch.nn.Module]] = []
@@ -199,11 +196,7 @@ class Names:
         return [module for ref in self._modules if (module := ref()) is not None]
 
     def of(self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> list[str]:
-        """Return a name for each parameter.
-
-        It is the qualified name in a watched module, otherwise the name given to the optimizer
-        (``named_parameters()`` instead of ``parameters()``), otherwise the position in its groups.
-        """
+        """Return the name of each parameter in a module, else in the optimizer, else its place."""
         known: dict[int, str] = {}
         for number, each in enumerate([] if optimizer is None else members(optimizer)):
             # Members of a container are identified by their class and index.

@@ -90,12 +90,7 @@ def check_ascending(**numbers: float) -> None:
 
 
 def checked_device(device: str | torch.device) -> str:
-    """Return the name of a device that is available.
-
-    Raises:
-        TypeError: The argument is not a device.
-        ValueError: The device type is unknown or not available on this machine.
-    """
+    """Return the name of a device; reject what is none, or not available on this machine."""
     if not isinstance(device, str | torch.device):
         is_scale = isinstance(device, numbers.Real) and not isinstance(device, bool)
         scale = f"; for the scale write GradScaler(init_scale={device!r})" if is_scale else ""

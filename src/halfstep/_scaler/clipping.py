@@ -63,7 +63,8 @@ class EarlyClipping:
         self.is_measuring = True
         self.is_over = False
         self._num_steps = 0
-        self._rows: list[Tensor] = []  # of each step: norm, largest magnitude, scale
+        # Of each step: the norm and the largest magnitude, both still scaled, and the scale.
+        self._rows: list[Tensor] = []
         self._sent: Transfer | None = None
 
     def see(
@@ -105,10 +106,7 @@ class EarlyClipping:
 
 
 def limit_of(rows: list[list[float]]) -> tuple[str, float] | None:
-    """Return what the gradients of all steps are clipped to, None if they do not seem to be.
-
-    Each row holds the norm, the largest magnitude, both still scaled, and the scale.
-    """
+    """Return what the gradients of all steps are clipped to, None if they do not seem to be."""
     if len(rows) < NUM_STEPS or any(row[2] <= 1.0 for row in rows):
         return None
     norms, largest, scales = zip(*rows, strict=True)

@@ -123,10 +123,7 @@ class PendingUpdate:
             self.found()
 
     def found(self) -> tuple[float, dict[str, bool]]:
-        """Return the scale of the losses, and what :func:`next_state` takes.
-
-        Sync: one, unless it has arrived.
-        """
+        """Return the scale of the losses, and what :func:`next_state` takes. Sync: one at most."""
         if self._transfer is not None:
             values = dict(zip(self._names, self._transfer.wait().tolist(), strict=True))
             self._transfer = None
@@ -314,10 +311,7 @@ class DeviceScale(LossScale):
     # --- moving -----------------------------------------------------------------------------------
 
     def update(self, found_inf: bool | list[Tensor], went_bad: bool | list[Tensor] = False) -> None:
-        """Move as the state does if the host knows the flags; else let the device move the scale.
-
-        Sync: none.
-        """
+        """Move the state if the host knows the flags, else the number on the device. Sync: none."""
         if isinstance(found_inf, bool):
             super().update(found_inf, went_bad)
             return

@@ -40,10 +40,7 @@ def scale_on(device: torch.device, before: LossScale) -> LossScale:
 
 
 class Engine:
-    """The scale of the losses, and the state of the current iteration.
-
-    ``first`` is the initial state of the scale; observers receive ``scaler``.
-    """
+    """The scale of the losses, and the state of the current iteration."""
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
         self.ranks = ranks
@@ -133,14 +130,11 @@ class Engine:
     # --- gradients --------------------------------------------------------------------------------
 
     def ranks_of(self, call: str, owner: object, params: list[Tensor]) -> Alone | Together:
-        """Return who decides about the gradients: this rank alone or several together.
-
-        If several decide, a rank without a loss still gets a scale.
-        """
+        """Return who decides about the gradients: this rank alone or several together."""
         has_scale = self.loss_scale.is_created
         call = f"{call}({name(owner)})"
         ranks = self.ranks.of(call, params, has_scale)
-        if isinstance(ranks, Together) and not has_scale:
+        if isinstance(ranks, Together) and not has_scale:  # a rank without a loss
             self.create_scale(ranks.group.device)
         return ranks
 
@@ -245,13 +239,10 @@ class Engine:
 
 
 def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
-    """Return ``outputs`` with ``function`` applied to every tensor in it.
+    """Return ``outputs`` with ``function`` applied to every tensor in it; name what is none.
 
     The classes of lists, tuples and dicts are kept; other mappings become dicts, other iterables
     lists.
-
-    Raises:
-        TypeError: An element is not a tensor; the message says where it is.
     """
     if isinstance(outputs, Tensor):
         return function(outputs)

@@ -204,9 +204,9 @@ class Ledger:
         self._num_watched = len(self.entries)
 
     def see_written(self, gradients: Gradients, versions: list[int]) -> None:
-        """Take gradients as added to that were written to after these versions, and a later loss.
+        """Take gradients as added to that were written to after a usual step and a later loss.
 
-        For a usual step, whose parameters no other known optimizer has, hooks cost too much.
+        Hooks would cost too much there, and no other known optimizer has these parameters.
         """
         written = gradients.written_since(versions)
         self._fresh.update(zip(map(id, written.params), map(id, written.grads), strict=True))
@@ -282,11 +282,7 @@ class Step(NamedTuple):
         return [check.agreement for check in checks if check.agreement is not None]
 
     def decide(self) -> Step:
-        """Decide whether the step must be skipped, unless that is known.
-
-        Raises:
-            NothingCheckedError: There was no gradient to check.
-        """
+        """Decide whether the step must be skipped, unless that is known."""
         if self.skip is not None:
             return self
         flags = [flag for check in self.checks for flag in check.found_inf.values()]

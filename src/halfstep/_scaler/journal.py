@@ -151,10 +151,7 @@ class DueSchedules:
         self._moved[scheduler] = _last_number(self._steps.get(scheduler.optimizer, ()))
 
     def try_move(self, scheduler: Any) -> bool:
-        """Record that a schedule advances, if it may now; return whether it may.
-
-        Sync: one if the outcome of a step is not known yet.
-        """
+        """Record that a schedule advances, if it may; return whether it may. Sync: one at most."""
         before, steps = self._moved.get(scheduler, 0), self._steps.get(scheduler.optimizer, ())
         since = [*takewhile(lambda step: step[0] > before, reversed(steps))]
         if since and not any(each if isinstance(each, bool) else each.taken for _, each in since):
@@ -173,13 +170,9 @@ def _last_number(steps: Sequence[tuple[int, bool | Outcome]]) -> int:
 
 
 class Observer(Protocol):
-    """An observer of the losses and iterations of all scalers. It must not wait for the device.
+    """An observer of the losses and iterations of all scalers. It must not wait for the device."""
 
-    Attributes:
-        is_diagnosing: Whether it explains what goes bad.
-    """
-
-    is_diagnosing: bool
+    is_diagnosing: bool  # whether it explains what goes bad
 
     def on_loss(self, scaler: Any, outputs: Any) -> None:
         """Handle the argument of ``scale`` before it is scaled."""
@@ -187,10 +180,7 @@ class Observer(Protocol):
     def on_iteration(
         self, scaler: Any, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
     ) -> None:
-        """Handle the end of an iteration, with the outcomes of its steps.
-
-        ``left_out``: those of optimizers that were only unscaled.
-        """
+        """Handle the end of an iteration: its steps, and optimizers that were only unscaled."""
 
 
 OBSERVERS: list[Observer] = []

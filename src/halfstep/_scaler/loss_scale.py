@@ -49,9 +49,8 @@ class Pending(Protocol):
         """Return the state in its iteration, and whether the losses were finite."""
 
 
+# The state at one time: a state and the number of calm steps since, or the last update before it.
 Snapshot: TypeAlias = tuple[ScaleState, int] | Pending
-"""The state at one point in time: a state and the number of calm steps since, or the last update
-before it."""
 
 
 def state_of(snapshot: Snapshot) -> ScaleState:
@@ -207,8 +206,7 @@ class LossScale:
     def agree_on_loss(self, is_bad: Tensor | None) -> None:
         """Replace this rank's flag for non-finite losses by that of all ranks. Sync: none.
 
-        ``is_bad``: a bool scalar, whether any loss was not finite; None if the ranks did not
-        exchange it, in which case no loss counts.
+        No loss counts if they did not exchange it (None).
         """
         agreed = torch.zeros_like(self.bad_loss)
         if is_bad is not None:
@@ -289,9 +287,7 @@ class LossScale:
     def update(self, found_inf: bool | list[Tensor], went_bad: bool | list[Tensor] = False) -> None:
         """Back off, count or grow the scale after an iteration. Sync: none.
 
-        Args:
-            found_inf: Whether a gradient was inf or NaN, if the host knows; else the flags.
-            went_bad: The same of gradients that were finite when they were unscaled.
+        The arguments are flags where the host does not know; see :func:`next_state`.
         """
         if not (found_inf or went_bad) and self.count() is not None:
             return
@@ -341,10 +337,7 @@ class LossScale:
         self._take(replace(self.state, schedule=schedule))
 
     def set(self, new_scale: object) -> None:
-        """Set the scale to a number or to a 1-element tensor.
-
-        Sync: none for a number, or a tensor on the CPU.
-        """
+        """Set the scale to a number or to a 1-element tensor. Sync: one for a tensor elsewhere."""
         if isinstance(new_scale, Tensor):
             scale = self._checked_tensor(new_scale)
         else:

@@ -92,10 +92,7 @@ class Group:
 
 
 class Reduction:
-    """An all-reduce in flight, in place, of values on the device of a group.
-
-    ``purpose`` starts error messages, for example ``step(SGD): found_inf``.
-    """
+    """An all-reduce in flight, in place, of values on the device of a group."""
 
     def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
         self._group, self._values, self._op, self._purpose = group, values, op, purpose
@@ -174,10 +171,7 @@ class Layout:
                 )
 
     def shares(self, gradients: Gradients) -> list[float]:
-        """Return for each gradient 1 / (number of ranks in the group that have the same one).
-
-        Empty if each gradient exists only on this rank.
-        """
+        """Return for each gradient 1 / (number of ranks with the same one); empty if all are 1."""
         if self.sharing is None and not self.copies:
             return []
         pairs = zip(gradients.params, gradients.grads, strict=True)
@@ -230,10 +224,7 @@ ALONE = Alone()
 
 
 class Together:
-    """The joint decision of several ranks.
-
-    ``next_number`` returns the number of earlier agreements of this scaler, equal on all ranks.
-    """
+    """The joint decision of several ranks."""
 
     is_together: Literal[True] = True
 
@@ -241,22 +232,17 @@ class Together:
         self, layout: Layout, call: str, has_scale: bool, next_number: Callable[[], int]
     ) -> None:
         self.group, self._layout, self.call = layout.group, layout, call
-        self.has_scale, self.next_number = has_scale, next_number
+        self.has_scale = has_scale  # whether this rank has ever scaled a loss
+        self.next_number = next_number  # of the scaler's agreements, equal on all ranks
 
     def agree_on(self, scale: LossScale, found: Flags, *, has_gradients: bool = True) -> Agreement:
-        """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
-
-        ``has_gradients``: whether this check or an earlier one has gradients.
-        """
+        """Return the combined result of all ranks, which arrives asynchronously. Sync: none."""
         return Agreement(self, scale, found, has_gradients)
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
     ) -> Callable[[], Scalar]:
-        """Start the sum of squares over all ranks; return a function that returns it.
-
-        Sync: none; on the CPU the returned function waits for the other ranks.
-        """
+        """Start the sum of squares over all ranks; return a function that waits for it."""
         squares = norms.sum_of_squares(device, self._layout.shares(gradients)).reshape(1)
         values, purpose = to_device(squares, self.group.device), f"{self.call}: the norm"
         reduction = Reduction(self.group, values, distributed.ReduceOp.SUM, purpose)
@@ -294,10 +280,7 @@ class Agreement:
         return self.vector()[FOUND].clamp(max=1).float()
 
     def first_rank(self) -> int | None:
-        """Return the first rank whose loss was bad, otherwise the first with inf or NaN. Sync: one.
-
-        It cannot be derived from the summed gradients.
-        """
+        """Return the first rank whose loss was bad, otherwise the first with inf or NaN. Sync: one."""
         found, bad_loss = self.vector()[[FOUND, BAD_LOSS]].tolist()
         code = found and (bad_loss or found)
         ranks = self._ranks.group.ranks
@@ -415,11 +398,7 @@ class Ranks:
         self._found = WeakTensorKeyDictionary()
 
     def of(self, call: str, params: Sequence[Tensor], has_scale: bool) -> Alone | Together:
-        """Return who decides about the gradients of some parameters. Sync: none.
-
-        The result is cached by parameters. Error messages name ``call``, such as ``step(SGD)``.
-        ``has_scale``: whether this rank has ever scaled a loss.
-        """
+        """Return who decides about the gradients of some parameters, cached by these. Sync: none."""
         if not has_ranks():
             return ALONE
         key = key_of(params)

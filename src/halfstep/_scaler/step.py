@@ -73,10 +73,7 @@ USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
 
 
 def unscale_usual(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
-    """Divide gradients by the scale; return False, with nothing done, if that is not usual.
-
-    Sync: none.
-    """
+    """Divide gradients by the scale; return False, with nothing done, if that is not usual."""
     found = None if id(optimizer) in engine.usual else _gather_usual(engine, optimizer)
     if found is None:
         return False
@@ -292,10 +289,7 @@ def take(
     *,
     is_fused: bool,
 ) -> Any:
-    """Step if all gradients are finite, before and after unscaling. See ``GradScaler.step``.
-
-    ``is_fused``: whether ``optimizer.step`` divides by the scale and skips by itself.
-    """
+    """Step if all gradients are finite, before and after unscaling. See ``GradScaler.step``."""
     require_in_time(engine, "step", optimizer)
     step = gather(engine, "step", optimizer, parameters(optimizer), needs_one=True)
     plan = engine.journal.plan(optimizer)
@@ -416,15 +410,9 @@ def gather(
     *,
     needs_one: bool = False,
 ) -> Step:
-    """Collect the gradients of ``params`` and the number they are multiplied by. Sync: none.
+    """Collect the gradients of an optimizer and the number they are multiplied by. Sync: none.
 
-    Error messages name ``call``. If some of the gradients have been unscaled with another
-    optimizer, the others are unscaled now.
-
-    Raises:
-        CallOrderError: A step that raised may have divided some of the gradients, or a backward
-            pass has added scaled gradients to those that were unscaled.
-        NothingCheckedError: There is no gradient, and ``needs_one``.
+    If some of them have been unscaled with another optimizer, the others are unscaled now.
     """
     iteration, ledger = engine.iteration, engine.iteration.ledger
     earlier = iteration.steps.get(id(optimizer))

@@ -68,12 +68,7 @@ def step_with_closure(
     dropped. Non-finite gradients end the step, which returns None; the parameters and the state of
     the optimizer are restored. If the closure raises, they are too, and its gradients are dropped.
     Only the last evaluation is recorded: the earlier ones were finite, which says nothing about the
-    scale.
-
-    Raises:
-        CallOrderError: The optimizer has stepped, or the closure breaks its contract.
-
-    Sync: one for each evaluation, and one for gradients from before the step.
+    scale. Sync: one for each evaluation, and one for gradients from before the step.
     """
     call, iteration = f"step({name(optimizer)}, closure)", engine.iteration
     num_checks = len(iteration.checks)
