@@ -355,14 +355,12 @@ class Norms(NamedTuple):
     """The L2 norm of every gradient, on the devices where the gradients are."""
 
     params: list[Tensor]
+    # By device: the positions of its gradients in `params`, and the sums of their squares.
     on_device: Mapping[torch.device, tuple[Sequence[int], Tensor]]
-    """By device: the positions of its gradients in ``params``, and the sums of their squares."""
-    scale: Scalar | None
-    """The number by which the gradients were multiplied when measured; None if unscaled."""
-    squares: Scalar = math.nan
-    """The sum of all squares, over all ranks, once it was formed."""
+    scale: Scalar | None  # by which the gradients were multiplied when measured; None if unscaled
+    squares: Scalar = math.nan  # the sum of all, over all ranks, once it was formed
+    # 1 if that is inf or NaN, else 0, on the device of the scale; None if the host knows it.
     found_inf: Tensor | None = None
-    """1 if that is inf or NaN, else 0, on the device of the scale; None if the host knows it."""
 
     @property
     def norm(self) -> Scalar:
@@ -429,7 +427,7 @@ def norms_of(
 
 @torch.no_grad()
 def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor:
-    """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G)."""
+    """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. 1 G."""
     amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
     if not amaxes:  # another rank has gradients, and all ranks measure the same steps
         return torch.zeros((), device=device)

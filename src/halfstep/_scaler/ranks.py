@@ -58,10 +58,8 @@ NUM_FIRST, NUM_SAME = 4, 4
 class Group:
     """A set of ranks."""
 
-    parts: tuple[ProcessGroup, ...]
-    """Process groups; reducing over each in turn reduces over all ranks."""
-    ranks: tuple[int, ...]
-    """The global ranks, in ascending order."""
+    parts: tuple[ProcessGroup, ...]  # reducing over each in turn reduces over all ranks
+    ranks: tuple[int, ...]  # global ones, in ascending order
 
     @classmethod
     def world(cls) -> Group:
@@ -138,15 +136,12 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 class Layout:
     """The layout of one optimizer's parameters over the ranks."""
 
-    group: Group
-    """The ranks that decide its steps."""
-    sharing: Group | None
-    """The union of the ranks of its DTensors; None without any."""
+    group: Group  # the ranks that decide its steps
+    sharing: Group | None  # the union of the ranks of its DTensors; None without any
+    # By id of a plain parameter: the number of ranks that have the same gradient.
     copies: dict[int, int] = field(default_factory=dict)
-    """By id of a plain parameter: the number of ranks that have the same gradient."""
+    # Those that reduce its plain parameters.
     wrappers: list[ref[DistributedDataParallel]] = field(default_factory=list)
-    """Those that reduce its plain parameters."""
-
     # By the id of a spec, together with the spec, so that the id is not reused.
     _by_spec: dict[int, tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
 
@@ -209,9 +204,8 @@ class Layout:
 class Alone:
     """The decision of one rank: it is the only one, or the other ranks have the same gradients."""
 
+    # Whether this rank knows all losses; if not, its bad losses must not affect the scale.
     sees_all_losses: bool = True
-    """Whether this rank knows all losses; if not, its bad losses must not affect the scale."""
-
     is_together: ClassVar[Literal[False]] = False
 
     def agree_on(self, scale: LossScale, found: Flags, *, has_gradients: bool = True) -> None:
@@ -280,7 +274,7 @@ class Agreement:
         return self.vector()[FOUND].clamp(max=1).float()
 
     def first_rank(self) -> int | None:
-        """Return the first rank whose loss was bad, otherwise the first with inf or NaN. Sync: one."""
+        """Return the first rank whose loss was bad, else the first with inf or NaN. Sync: one."""
         found, bad_loss = self.vector()[[FOUND, BAD_LOSS]].tolist()
         code = found and (bad_loss or found)
         ranks = self._ranks.group.ranks
@@ -398,7 +392,7 @@ class Ranks:
         self._found = WeakTensorKeyDictionary()
 
     def of(self, call: str, params: Sequence[Tensor], has_scale: bool) -> Alone | Together:
-        """Return who decides about the gradients of some parameters, cached by these. Sync: none."""
+        """Return who decides about the gradients of parameters, cached by these. Sync: none."""
         if not has_ranks():
             return ALONE
         key = key_of(params)

@@ -164,47 +164,24 @@ class ScaleState:
     ``min_scale``, or fell below 1, one more iteration is a *trial* of the scale at which the run
     began. If it is skipped, the scale was too large, and the lower one stays. After non-finite
     losses the earlier scale is remembered until the scale grows, and below 1 until it is 1 again;
-    it is tried again after the next such run.
-
-    Attributes:
-        scale: The factor of the loss, rounded to float32, as on the device.
-        growth_tracker: Number of consecutive iterations with finite gradients since the scale last
-            changed.
-        min_scale: Lower limit for automatic changes of the scale.
-        max_scale: Upper limit for automatic changes of the scale.
-        schedule: How the scale changes.
-        run_scale: The scale at which the run began, or that is to be restored; otherwise 0.
-        has_backed_off: Whether the scale is below that of the beginning of the run.
-        resume_scale: In a trial, the scale that goes on if its step is skipped; otherwise 0.
-        reached_floor: Whether a step of the run was skipped at ``min_scale``.
-        may_restore: Whether the scale may not be to blame: in a run, no loss was finite; outside of
-            a run, the scale has not just grown.
-        skipped_in_a_row: Number of iterations skipped since the last taken one.
-        num_taken: Number of iterations whose step was taken.
-        num_skipped: Number of iterations whose step was skipped.
-
-    Raises:
-        TypeError: A value has the wrong type.
-        ValueError: A value is out of range or inconsistent with another; the message names it.
-
-    Example:
-        >>> state = ScaleState.first(65536.0, Dynamic(), min_scale=1.0)
-        >>> state.with_scale(0.25).min_scale
-        0.25
+    it is tried again after the next such run. A value of a wrong type, out of range or inconsistent
+    with another is an error that names it.
     """
 
-    scale: float
-    growth_tracker: int
-    min_scale: float
+    scale: float  # the factor of the loss, rounded to float32, as on the device
+    growth_tracker: int  # consecutive iterations with finite gradients since the scale last changed
+    min_scale: float  # the limits of its automatic changes
     max_scale: float
     schedule: Schedule
-    run_scale: float = 0.0
-    has_backed_off: bool = False
-    resume_scale: float = 0.0
-    reached_floor: bool = False
+    run_scale: float = 0.0  # at which the run began, or that is to be restored; otherwise 0
+    has_backed_off: bool = False  # whether the scale is below that of the beginning of the run
+    resume_scale: float = 0.0  # in a trial: what goes on if its step is skipped; otherwise 0
+    reached_floor: bool = False  # whether a step of the run was skipped at `min_scale`
+    # Whether the scale may not be to blame: in a run, no loss was finite; outside, it has not just
+    # grown.
     may_restore: bool = True
-    skipped_in_a_row: int = 0
-    num_taken: int = 0
+    skipped_in_a_row: int = 0  # iterations since the last taken one
+    num_taken: int = 0  # iterations
     num_skipped: int = 0
 
     def __post_init__(self) -> None:
@@ -282,10 +259,7 @@ class ScaleState:
         return self.resume_scale != 0.0
 
     def with_scale(self, scale: float) -> ScaleState:
-        """Return this state with a scale set by the user; its limits are widened to include it.
-
-        This ends a run.
-        """
+        """Return this state, out of a run, with a scale set by the user; its limits include it."""
         scale = checked_scale("scale", scale)
         return replace(
             self,
