@@ -117,11 +117,6 @@ class PendingUpdate:
         self._transfer: Transfer | None = to_host(torch.stack(list(values.values())))
         self._found: tuple[float, dict[str, bool]]
 
-    def look(self) -> None:
-        """Take what the iteration has found, if it has arrived. Sync: none."""
-        if self._transfer is not None and self._transfer.has_arrived():
-            self.found()
-
     def found(self) -> tuple[float, dict[str, bool]]:
         """Return the scale of the losses, and what :func:`next_state` takes. Sync: one at most."""
         if self._transfer is not None:
@@ -330,8 +325,6 @@ class DeviceScale(LossScale):
         else:
             kernel.move_(self.tensor, self.growth_tracker, values["found_inf"])
         self._versions = self._versions_now()
-        for update in self._under_way:
-            update.look()
         self.follow_device(most_left=LAG)
         self.forget_losses()
 
