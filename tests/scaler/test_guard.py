@@ -304,7 +304,7 @@ def test_tensors_without_values_step_as_without_it(
     kept: list[torch.optim.Optimizer] = []  # a guard has a weak reference
     assert result(is_guarded=True) == result(is_guarded=False)
     assert made[0].counts()[:2] == (0, 0)
-    with pytest.raises(halfstep.CallOrderError, match="guard has checked no step of this"):
+    with pytest.raises(halfstep.CallOrderError, match="no step of this optimizer has been checked"):
         made[0].outcome()
 
 

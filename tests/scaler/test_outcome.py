@@ -205,7 +205,7 @@ def test_history_is_bounded() -> None:
 
 def test_outcome_before_step() -> None:
     setup = Setup(fused=False)
-    with pytest.raises(CallOrderError, match=r"outcome\(SGD\): no step\(\) of this optimizer"):
+    with pytest.raises(CallOrderError, match=r"outcome\(SGD\): no step of this optimizer"):
         setup.scaler.outcome(setup.optimizer)
 
 

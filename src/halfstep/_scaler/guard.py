@@ -199,15 +199,7 @@ class Guard:
 
         Sync: none; reading the outcome syncs.
         """
-        optimizer = self._require_optimizer()
-        outcome = self._scaler._engine.journal.last(optimizer)
-        if outcome is None:
-            raise CallOrderError(
-                f"outcome({name(optimizer)}): the guard has checked no step of this optimizer yet. "
-                "Call optimizer.step() first; without gradients, and on meta and fake tensors, "
-                "there is nothing to check"
-            )
-        return outcome
+        return self._scaler.outcome(self._require_optimizer())
 
     def counts(self) -> Counts:
         """Return the numbers of taken and skipped steps. Sync: one."""

@@ -90,23 +90,18 @@ class Journal:
         return list(islice(reversed(self._all), count))[::-1]
 
     def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return the outcome of the last step of an optimizer.
-
-        It may be the step of an optimizer that it wraps, or of a container that holds it.
-
-        Raises:
-            CallOrderError: ``step`` has not been called for it.
-        """
+        """Return the outcome of :meth:`last`; raise CallOrderError if there is none."""
         outcome = self.last(optimizer)
         if outcome is None:
             raise CallOrderError(
-                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
-                "GradScaler. Call scaler.step(optimizer) first"
+                f"outcome({name(optimizer)}): no step of this optimizer has been checked yet. Call "
+                "scaler.step(optimizer), or optimizer.step() with a guard, first; without "
+                "gradients, and on meta and fake tensors, there is nothing to check"
             )
         return outcome
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
-        """Return the outcome of the last step of an optimizer, None if there was none."""
+        """Return the outcome of the last step of an optimizer, or of a container that holds it."""
         for plan in [*self.plans.values()][::-1]:
             if plan.outcome is not None and makes_step_of(plan.optimizer(), optimizer):
                 return plan.outcome
