@@ -67,9 +67,7 @@ class EarlyClipping:
         self._rows: list[Tensor] = []
         self._sent: Transfer | None = None
 
-    def see(
-        self, optimizer: torch.optim.Optimizer, measured: tuple[Tensor, Tensor, Tensor] | None
-    ) -> None:
+    def see(self, optimizer: object, measured: tuple[Tensor, Tensor, Tensor] | None) -> None:
         """Add a step by its unscaled norm, largest magnitude and scale; warn in the last one.
 
         Steps with inf or NaN are not compared. None ends the search: nothing was measured.

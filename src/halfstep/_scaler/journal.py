@@ -42,11 +42,10 @@ class Plan:
         self.early_clipping = EarlyClipping()
         self.params: list[Tensor] | None = None  # None: no usual steps
 
-    def make(
-        self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool
-    ) -> None:
+    def make(self, ranks: Alone | Together, *, is_fused: bool) -> None:
         """Find out what usual steps need not find out again, once the first steps are over."""
-        if ranks.is_together or not self.early_clipping.is_over:
+        optimizer = self.optimizer()
+        if optimizer is None or ranks.is_together or not self.early_clipping.is_over:
             return
         if [*map(id, members(optimizer))] == [id(optimizer)]:  # no container
             self.params, self.group = parameters(optimizer), default_group()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -244,7 +245,9 @@ class GradScaler(TorchAttributes):
                 refuse_older_protocol(optimizer)
             if overridden:
                 return torch_amp.step(self, optimizer, args, kwargs, is_fused=is_fused)
-            return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
+            # Looked up on the instance, where accelerate replaces `step` to see if it is called.
+            make_step = partial(optimizer.step, *args, **kwargs)
+            return step.take(self._engine, optimizer, make_step, max_norm, is_fused=is_fused)
         finally:
             THIS_THREAD.stepping = before
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -283,18 +282,15 @@ def _gather_usual(engine: Engine, optimizer: torch.optim.Optimizer) -> _Found | 
 def take(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    make_step: Callable[[], Any],
     max_norm: float | None,
     *,
     is_fused: bool,
 ) -> Any:
     """Step if all gradients are finite, before and after unscaling. See ``GradScaler.step``."""
     require_in_time(engine, "step", optimizer)
-    step = gather(engine, "step", optimizer, parameters(optimizer), needs_one=True)
+    step = gather(engine, "step", optimizer, needs_one=True)
     plan = engine.journal.plan(optimizer)
-    # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
-    make_step = partial(optimizer.step, *args, **kwargs)
     try:
         step = examine(engine, step, max_norm, is_fused=is_fused)
     except BaseException as error:
@@ -326,7 +322,6 @@ def finish(
     is_fused: bool,
 ) -> Any:
     """Decide, step and remember; see :func:`take`."""
-    optimizer: Any = step.optimizer
     try:
         if is_fused:
             coefficient, step = clip_coefficient_of(step, max_norm), step.decide()
@@ -342,9 +337,9 @@ def finish(
     except BaseException as error:
         failed(engine, plan, step, error)
         raise
-    remember(engine, optimizer, step, plan, is_fused=is_fused)
+    remember(engine, step, plan, is_fused=is_fused)
     if plan.params is None:
-        plan.make(optimizer, step.ranks, is_fused=is_fused)
+        plan.make(step.ranks, is_fused=is_fused)
     return result
 
 
@@ -361,7 +356,7 @@ def failed(engine: Engine, plan: Plan, step: Step, error: BaseException) -> None
 def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
     require_in_time(engine, "unscale_", optimizer)
-    step = gather(engine, "unscale_", optimizer, parameters(optimizer))
+    step = gather(engine, "unscale_", optimizer)
     refuse_half(engine, step)
     if step.is_first and step.multiplier is not None:
         step = multiply_(measure(step))._replace(norms=None)
@@ -403,18 +398,14 @@ def require_known(ledger: Ledger, call: str, params: list[Tensor]) -> None:
 
 
 def gather(
-    engine: Engine,
-    call: str,
-    optimizer: torch.optim.Optimizer,
-    params: list[Tensor],
-    *,
-    needs_one: bool = False,
+    engine: Engine, call: str, optimizer: torch.optim.Optimizer, *, needs_one: bool = False
 ) -> Step:
     """Collect the gradients of an optimizer and the number they are multiplied by. Sync: none.
 
     If some of them have been unscaled with another optimizer, the others are unscaled now.
     """
     iteration, ledger = engine.iteration, engine.iteration.ledger
+    params = parameters(optimizer)
     earlier = iteration.steps.get(id(optimizer))
     if earlier is not None and earlier.stage is OptState.READY:
         earlier = None
@@ -483,8 +474,6 @@ def check(step: Step) -> Step:
 
     1 G, or 2 G for small gradients. Sync: none.
     """
-    if not step.has_gradients:
-        return step
     # With other ranks, the total norm would take another collective.
     if not step.ranks.is_together and step.gradients.is_measured_fast():
         return measure(step)
@@ -658,9 +647,7 @@ def step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | N
 # --- remember -------------------------------------------------------------------------------------
 
 
-def remember(
-    engine: Engine, optimizer: torch.optim.Optimizer, step: Step, plan: Plan, *, is_fused: bool
-) -> None:
+def remember(engine: Engine, step: Step, plan: Plan, *, is_fused: bool) -> None:
     """Record a decided step and its outcome. Sync: none."""
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
@@ -676,7 +663,7 @@ def remember(
             norm, amax = step.checks[0].first
             norm = scalars.as_tensor(scalars.to_single(norm), scale.device)
             measured = norm, amax, scale.tensor
-        plan.early_clipping.see(optimizer, measured)
+        plan.early_clipping.see(step.optimizer, measured)
 
 
 def remember_failure(iteration: Iteration, step: Step) -> None:

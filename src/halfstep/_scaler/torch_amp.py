@@ -295,7 +295,7 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     engine = scaler._engine
     require_in_time(engine, "unscale_", optimizer)
     scaler._check_scale_growth_tracker("unscale_")
-    step = gather(engine, "unscale_", optimizer, parameters(optimizer))
+    step = gather(engine, "unscale_", optimizer)
     if step.multiplier is None:
         raise CallOrderError(
             f"unscale_({name(optimizer)}): some of its gradients have been unscaled with another "
@@ -352,7 +352,7 @@ def step(
     step = step._replace(gradients=collect(params)).decide()
     if stepped is not None:
         step = step._replace(skip=float(not stepped))
-    remember(engine, optimizer, step, engine.journal.plan(optimizer), is_fused=is_fused)
+    remember(engine, step, engine.journal.plan(optimizer), is_fused=is_fused)
     return result
 
 

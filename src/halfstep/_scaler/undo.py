@@ -81,7 +81,7 @@ def step_with_closure(
     def use() -> None:
         """Unscale, check and clip the gradients; leave the step if they are not usable."""
         nonlocal used
-        step = gather(engine, "step", optimizer, parameters(optimizer), needs_one=True)
+        step = gather(engine, "step", optimizer, needs_one=True)
         used = read(examine(engine, step, max_norm, is_fused=False).decide())[0]
         if used.skip:
             raise UnusableEvaluationError
@@ -152,8 +152,7 @@ def step_with_closure(
         drop()
         raise
     assert used is not None
-    plan = engine.journal.plan(optimizer)
-    remember(engine, optimizer, used, plan, is_fused=handles_scale(optimizer))
+    remember(engine, used, engine.journal.plan(optimizer), is_fused=handles_scale(optimizer))
     return result
 
 
