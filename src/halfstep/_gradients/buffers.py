@@ -31,13 +31,12 @@ _FLOATS = {
 }
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
-NAN = 2
-"""The level of a tensor with NaN; that of one with inf is 1."""
+NAN = 2  # the level of a tensor with NaN; that of one with inf is 1
 
+# The dict of a module's buffers, the name of one, and the tensor that was there when saved.
 _Slot: TypeAlias = tuple[dict[str, Tensor | None], str, Tensor]
-"""The dict of a module's buffers, the name of one, and the tensor that was there when saved."""
+# Saved and current values of the buffers of each device and dtype.
 _Groups: TypeAlias = list[tuple[list[Tensor], list[Tensor]]]
-"""Saved and current values of the buffers of each device and dtype."""
 
 
 class Buffers:

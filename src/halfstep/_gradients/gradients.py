@@ -47,14 +47,11 @@ from halfstep._pytorch.distributed import is_dtensor, local_part, reduce_partial
 from halfstep._pytorch.storages import values_of_sparse
 
 NUM_ASKED = 256
-LARGE = 1 << 14
-"""From this mean size on, CPU norms cost no more than a finite check."""
-LARGE_ELSEWHERE = 1 << 20
-"""The same elsewhere: a norm takes the host some 2.5 us a tensor (measured on an H200)."""
+LARGE = 1 << 14  # from this mean size on, CPU norms cost no more than a finite check
+LARGE_ELSEWHERE = 1 << 20  # the same elsewhere: the host of an H200 takes some 2.5 us a norm
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
-Flags: TypeAlias = dict[torch.device, Tensor]
-"""Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
+Flags: TypeAlias = dict[torch.device, Tensor]  # float32 scalars: 1 if inf or NaN is there, else 0
 
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
 _is_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
@@ -199,13 +196,11 @@ class Gradients:
 
 
 NONE = Gradients([], [], [], {})
-"""No gradients."""
 
 
 grad_of: Callable[[Tensor], Any] = attrgetter("grad")
 
-Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
-"""A gradient and its version at one time."""
+Seen: TypeAlias = tuple[weakref.ref[Tensor], int]  # a gradient and its version at one time
 
 
 def seen(grad: Tensor) -> Seen:
@@ -347,8 +342,7 @@ def _values(grad: Tensor) -> Tensor:
 
 # --- norms ----------------------------------------------------------------------------------------
 
-CLIP_EPSILON = 1e-6
-"""The epsilon that PyTorch adds to the norm before it divides by it."""
+CLIP_EPSILON = 1e-6  # the epsilon that PyTorch adds to the norm before it divides by it
 
 
 class Norms(NamedTuple):
@@ -464,11 +458,8 @@ def clip_coefficient(norm: Scalar, max_norm: float, found_inf: Tensor | None = N
 
 # --- reductions -----------------------------------------------------------------------------------
 
-ROW = 1 << 10
-"""Number of squares that are added up in float32; the norms of the rows are added up in float64."""
-
-SMALL = 1 << 15
-"""Number of entries up to which a CPU tensor is converted to float64, which copies it."""
+ROW = 1 << 10  # squares that are added up in float32; the norms of the rows are in float64
+SMALL = 1 << 15  # entries up to which a CPU tensor is converted to float64, which copies it
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:

@@ -19,8 +19,7 @@ from halfstep.errors import CallOrderError
 
 HANDLES_SCALE = "_step_supports_amp_scaling"
 
-HOLDERS = ("optimizers", "chained_optimizers")
-"""The attributes in which containers keep their optimizers."""
+HOLDERS = ("optimizers", "chained_optimizers")  # in which containers keep their optimizers
 
 
 def name(optimizer: object) -> str:

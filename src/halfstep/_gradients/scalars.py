@@ -114,12 +114,10 @@ def checked_device(device: str | torch.device) -> str:
 
 # --- scalars --------------------------------------------------------------------------------------
 
+# A number in a step: a float if the scale is on the CPU, else a tensor on its device.
 Scalar: TypeAlias = float | Tensor
-"""A number in a step: a float if the scale is on the CPU, else a tensor on its device."""
 
-
-READABLE = {"cpu"}
-"""Types of devices whose values can be read without a sync."""
+READABLE = {"cpu"}  # types of devices whose values can be read without a sync
 
 
 def scalar(value: Tensor) -> Scalar:

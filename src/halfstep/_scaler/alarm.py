@@ -15,11 +15,9 @@ from halfstep._scaler.outcome import Culprit
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
-NUM_NAMED = 5
-"""Maximum number of parameters named in a message; the rest are counted."""
+NUM_NAMED = 5  # maximum number of parameters named in a message; the rest are counted
 
-NUM_SEARCHED = 16
-"""Number of recent outcomes that are searched for the skipped step."""
+NUM_SEARCHED = 16  # number of recent outcomes that are searched for the skipped step
 
 WHICH_OP = (
     "To find the op, use halfstep run --diagnose, or put `with halfstep.diagnose(scaler):` around "

@@ -35,12 +35,8 @@ def checked_max_norm(max_norm: object) -> float:
 
 # --- clipped too early ----------------------------------------------------------------------------
 
-NUM_STEPS = 3
-"""Number of finite first steps of each optimizer that are compared: clipping happens from the
-start."""
-
-MAX_STEPS = 5
-"""Maximum number of steps that are measured for this."""
+NUM_STEPS = 3  # finite first ones of each optimizer that are compared: clipping starts with them
+MAX_STEPS = 5  # that are measured for this, at most
 
 SMALLEST_LIMIT = 1e-3
 """Unscaled gradients are never clipped to less, and correctly clipping scaled ones to ``max_norm *
@@ -50,8 +46,7 @@ TOLERANCE = 1e-5
 """Relative distance of a clipped norm from its limit. Within it lies one in 1,000 other numbers of
 any size from a number of two digits, and three in a row one in a billion."""
 
-CHANGE_OF_NORM = 0.01
-"""Relative change of the norm between steps: a few entries of an L1 loss may become 0."""
+CHANGE_OF_NORM = 0.01  # relative, between steps: a few entries of an L1 loss may become 0
 
 
 class EarlyClipping:

@@ -27,8 +27,7 @@ from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import UnusedGradients
 from halfstep.errors import CallOrderError, NothingCheckedError
 
-NUM_LOSSES_WITHOUT_UPDATE = 1000
-"""Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
+NUM_LOSSES_WITHOUT_UPDATE = 1000  # calls of scale() without update() until a warning
 
 
 def scale_on(device: torch.device, before: LossScale) -> LossScale:

@@ -118,8 +118,7 @@ class GuardScaler(GradScaler):
         self._alarm = _Alarm(on_skips)
 
 
-SAID: set[object] = set()
-"""What the guards of this process have warned of: a script may make an optimizer for each task."""
+SAID: set[object] = set()  # by all guards here: a script may make an optimizer for each task
 
 
 class _Alarm(Alarm):

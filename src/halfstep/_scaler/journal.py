@@ -20,8 +20,7 @@ from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep._scaler.ranks import Alone, Together
 from halfstep.errors import CallOrderError
 
-HISTORY_LENGTH = 10_000
-"""Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
+HISTORY_LENGTH = 10_000  # of outcomes at most; each takes a few hundred bytes on the device
 
 
 class Plan:
@@ -177,13 +176,11 @@ class Observer(Protocol):
         """Handle the end of an iteration: its steps, and optimizers that were only unscaled."""
 
 
-OBSERVERS: list[Observer] = []
-"""The active observers, oldest first."""
+OBSERVERS: list[Observer] = []  # the active observers, oldest first
 
 
 class _Thread(threading.local):
-    stepping: Any = None
+    stepping: Any = None  # the GradScaler, also of a guard, that is stepping an optimizer
 
 
 THIS_THREAD = _Thread()
-"""State of the current thread: the GradScaler (also of a guard) that is stepping an optimizer."""

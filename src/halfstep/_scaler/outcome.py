@@ -26,9 +26,9 @@ from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512
 _Refs: TypeAlias = list[weakref.ref[Tensor]]
+# Parameters, what was measured, what the gradients are multiplied by if the step was skipped; some
+# of the parameters, their gradients, and the versions of these.
 _Kept: TypeAlias = tuple[list[Tensor], Norms | None, Scalar | None, list[Tensor], _Refs, list[int]]
-"""Parameters, what was measured, what the gradients are multiplied by if the step was skipped; some
-of the parameters, their gradients, and the versions of these."""
 
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
 

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, ReduceOp
     from torch.distributed.device_mesh import DeviceMesh
 
-CHECK_EVERY = 100
-"""Interval, in steps, of comparisons that would cost a sync each time."""
+CHECK_EVERY = 100  # interval, in steps, of comparisons that would cost a sync each time
 
 FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
 NUM_FIRST, NUM_SAME = 4, 4

@@ -117,19 +117,15 @@ def schedule_of(schedule: Schedule | None, numbers: tuple[float, float, int]) ->
 
 # --- the state ------------------------------------------------------------------------------------
 
+# The key in a state dict of what torch.amp does not have, and the version of its data.
 OURS, FORMAT_VERSION = "halfstep", 1
-"""Key of the state that torch.amp does not have in a state dict, and the version of its data."""
-
 # torch.amp's name of the growth tracker, and its keys for the numbers of a schedule.
 TORCH_TRACKER = "_growth_tracker"
 TORCH_SCHEDULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *TORCH_SCHEDULE_KEYS, TORCH_TRACKER)
 
-MOST_UNKNOWN = 3
-"""Number of updates that may be unknown to the host when the next one is launched."""
-
-LOWEST = 2.0**-24
-"""The default lower limit of a scale, the smallest float16 number: gradients below it are 0."""
+MOST_UNKNOWN = 3  # number of updates that may be unknown to the host when the next one is launched
+LOWEST = 2.0**-24  # the default min_scale, the smallest float16 number: gradients below it are 0
 
 NO_RUN = {"run_scale": 0.0, "resume_scale": 0.0, "has_backed_off": False, "reached_floor": False}
 
