@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import ref
@@ -334,17 +334,11 @@ def _values(ranks: Together, scale: LossScale, found_here: Flags, has_gradients:
     found = any_of(found_here.values(), device) if found_here else torch.zeros((), device=device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, scale.loss_flag()])
-    first, is_bad = (flags * (len(group.ranks) - group.place)).int()
-    known = _known(has_gradients, ranks.has_scale, device)
-    counters = to_device(torch.tensor(scale.counters(), dtype=torch.int32), device)
-    head = torch.cat([torch.stack([first, is_bad]), known])
-    return to_device(torch.cat([head, counters, -counters]), group.device)
-
-
-@cache
-def _known(has_gradients: bool, has_scale: bool, device: torch.device) -> Tensor:
-    """Return values known on the host, int32 ``[2]``, on the device; cached to copy them once."""
-    return torch.tensor([has_gradients, has_scale], dtype=torch.int32).to(device)
+    first = (flags * (len(group.ranks) - group.place)).int()
+    same = scale.counters()
+    known = [has_gradients, ranks.has_scale, *same, *(-number for number in same)]
+    on_device = to_device(torch.tensor(known, dtype=torch.int32), device)
+    return to_device(torch.cat([first, on_device]), group.device)
 
 
 def describe(row: Sequence[int]) -> str:
