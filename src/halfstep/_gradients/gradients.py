@@ -149,17 +149,14 @@ class Gradients:
         *,
         was_just_read: bool = False,
         flags: Flags | None = None,
-        on_device: Tensor | None = None,
+        on_device: Tensor | None = None,  # the factor, if there is a tensor of it
     ) -> Flags:
         """Multiply all by a float32 number in place. One read and write.
 
-        A dtype for which the device has no such kernel (:class:`~halfstep._pytorch.devices.Facts`),
-        such as bfloat16 on CUDA, takes another read and five more ops, but no write for a factor of
-        exactly 1.
-
-        ``was_just_read``: whether another pass has just read them. The last ones are then still in
-        the cache, so the order is reversed. ``on_device``: the factor, if there is a tensor of it.
-        Returns what was inf or NaN before, in ``flags`` of 0 if given.
+        A dtype for which the device has no such kernel, such as bfloat16 on CUDA, takes another
+        read and five more ops, but no write for a factor of exactly 1. If another pass has just
+        read them, the order is reversed: the last ones are still in the cache. Returns what was inf
+        or NaN before, in ``flags`` of 0 if given.
         """
         found_inf: Flags = {} if flags is None else flags
         made = factor if isinstance(factor, Tensor) else on_device
@@ -187,8 +184,7 @@ class Gradients:
                     check_each_(values, flag)
                     if isinstance(factor, Tensor) or factor != 1.0:
                         multiply_each_(values[::-1], by)
-                # The kernel does not bump versions. Bumping two is enough for code that checks
-                # them.
+                # The kernel does not bump versions. Two are enough for code that checks them.
                 increment_version((values[0], values[-1]))
         finally:
             set_grad_enabled(is_grad_enabled)

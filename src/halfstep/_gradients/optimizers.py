@@ -112,13 +112,10 @@ class Replacements:
 
     They are replaced on the instance, as schedulers and accelerate do it. Step hooks are not enough
     for what must also be done after a step that raises.
-
-    ``feature`` and ``harm``, for the error: the function that replaces them, and what the original
-    ``step`` would do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, feature: str, harm: str) -> None:
-        self._feature, self._harm = feature, harm
+        self._feature, self._harm = feature, harm  # the function, and what the original would do
         self._num_calls = 0  # running calls of replaced methods
         _REPLACED.setdefault(optimizer, weakref.WeakSet()).add(self)
         self._hook: Any = None

@@ -24,8 +24,7 @@ from halfstep._scaler.scaler import GradScaler
 def begin_anew(scaler: GradScaler, scale: float | None) -> None:
     """Give a scaler a new state for a replay; restore ``vars(scaler)`` afterwards.
 
-    It decides alone from then on, since other ranks do not replay its step. ``scale``: the scale of
-    the losses; None keeps theirs.
+    It decides alone from then on, since other ranks do not replay its step. None keeps the scale.
     """
     before = scaler._engine.loss_scale
     state = before.read() if scale is None else replace(before.read(), scale=scale)

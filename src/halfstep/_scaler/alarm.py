@@ -16,7 +16,6 @@ from halfstep._scaler.scale_state import Reason
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 NUM_NAMED = 5  # maximum number of parameters named in a message; the rest are counted
-
 NUM_SEARCHED = 16  # number of recent outcomes that are searched for the skipped step
 
 WHICH_OP = (

@@ -63,10 +63,7 @@ class EarlyClipping:
         self._sent: Transfer | None = None
 
     def see(self, optimizer: object, measured: tuple[Tensor, Tensor, Tensor] | None) -> None:
-        """Add a step by its unscaled norm, largest magnitude and scale; warn in the last one.
-
-        Steps with inf or NaN are not compared. None ends the search: nothing was measured.
-        """
+        """Add a step by its unscaled norm, largest magnitude and scale; None ends the search."""
         if self.is_measuring:
             self._num_steps += 1
             self.is_measuring = measured is not None and self._num_steps < MAX_STEPS

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from halfstep._gradients.scalars import (
     round_to_float32,
 )
 from halfstep._pytorch.amp import increment_version, update_scale_
-from halfstep._pytorch.devices import Transfer, can_move_scale, is_capturing, to_host
+from halfstep._pytorch.devices import can_move_scale, is_capturing, to_host
 from halfstep._scaler.loss_scale import LossScale, Snapshot
 from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState, changed, next_state
 
@@ -57,10 +58,7 @@ class Kernel(NamedTuple):
     def of(
         cls, state: ScaleState, device: torch.device, *, is_captured: bool = False
     ) -> Kernel | None:
-        """Return the move that fits a state best; None if its schedule never moves the scale.
-
-        ``is_captured``: whether the move is part of a CUDA graph, and has to fit all states.
-        """
+        """Return the move that fits a state best, or in a CUDA graph all; None if there is none."""
         schedule = state.schedule
         if schedule.growth_factor == schedule.backoff_factor == 1.0:
             return None
@@ -114,31 +112,29 @@ class PendingUpdate:
     ) -> None:
         self.kernel = kernel  # how the device has moved the scale, None if it did not move
         self._scale, self._names = scale, list(values)
-        self._transfer: Transfer | None = to_host(torch.stack(list(values.values())))
-        self._found: tuple[float, dict[str, bool]]
+        self._transfer = to_host(torch.stack(list(values.values())))
 
+    @cached_property
     def found(self) -> tuple[float, dict[str, bool]]:
-        """Return the scale of the losses, and what :func:`next_state` takes. Sync: one at most."""
-        if self._transfer is not None:
-            values = dict(zip(self._names, self._transfer.wait().tolist(), strict=True))
-            self._transfer = None
-            flags = {key: values.get(key, 0.0) != 0.0 for key in ("found_inf", "went_bad")}
-            flags["loss_is_finite"] = values.get("bad_loss", 0.0) == 0.0
-            self._found = values["scale"], flags
-        return self._found
+        """The scale of the losses, and what :func:`next_state` takes. Sync: one at most."""
+        values = dict(zip(self._names, self._transfer.wait().tolist(), strict=True))
+        del self._transfer  # pinned memory, and outcomes keep this update
+        flags = {key: values.get(key, 0.0) != 0.0 for key in ("found_inf", "went_bad")}
+        flags["loss_is_finite"] = values.get("bad_loss", 0.0) == 0.0
+        return values["scale"], flags
 
     def after(self) -> ScaleState:
         return self._states()[1]
 
     def during(self) -> tuple[ScaleState, bool]:
-        return self._states()[0], self.found()[1]["loss_is_finite"]
+        return self._states()[0], self.found[1]["loss_is_finite"]
 
     def _states(self) -> tuple[ScaleState, ScaleState]:
         return self.known or self._scale.after(self)[:2]
 
     def follow(self, state: ScaleState, number: Number) -> tuple[ScaleState, ScaleState, Number]:
         """Return the states before and after it, and the number that it left on the device."""
-        scale, flags = self.found()
+        scale, flags = self.found
         if self.is_stale:
             is_skipped = flags["found_inf"] or flags["went_bad"]
             after = changed(

@@ -174,8 +174,7 @@ class Engine:
             if isinstance(step.skip, Tensor) and len(self.journal.plans) == 1:
                 found += own.found_here.values()
                 later += [] if look is None else look.found_here.values()
-            # Another optimizer may have unused gradients; and a step that gets the flag may write
-            # to it.
+            # Another optimizer may have unused gradients; a step with the flag may write to it.
             elif step.stage is OptState.UNSCALED or (
                 plan.is_fused and own.on_host(scale.is_here) is not False
             ):

@@ -101,14 +101,11 @@ class Entry:
 
 
 class Ledger:
-    """What the gradients are multiplied by: by 1 if a check has unscaled them, else by the scale.
-
-    ``hooks`` detect a backward pass that adds to checked gradients.
-    """
+    """What the gradients are multiplied by: 1 if a check has unscaled them, else the scale."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []  # detect a backward pass that adds to checked ones
         self._num_watched = 0
         # Built only for a second optimizer, since it is slow for thousands of gradients.
         self._by_gradient: dict[int, Entry] = {}

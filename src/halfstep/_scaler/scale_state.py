@@ -173,8 +173,7 @@ class ScaleState:
     has_backed_off: bool = False  # whether the scale is below that of the beginning of the run
     resume_scale: float = 0.0  # in a trial: what goes on if its step is skipped; otherwise 0
     reached_floor: bool = False  # whether a step of the run was skipped at `min_scale`
-    # Whether the scale may not be to blame: in a run, no loss was finite; outside, it has not just
-    # grown.
+    # Whether it may not be to blame: in a run, no loss was finite; outside, it has not just grown.
     may_restore: bool = True
     skipped_in_a_row: int = 0  # iterations since the last taken one
     num_taken: int = 0  # iterations
@@ -287,9 +286,6 @@ class ScaleState:
 
         torch.amp saves only the scale, its factors and its interval. ``first`` supplies the rest:
         limits, kind and other numbers of the schedule; ``Static()`` stays.
-
-        Raises:
-            ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
         """
         for key in (key for key in TORCH_KEYS if key not in saved):
             raise ValueError(

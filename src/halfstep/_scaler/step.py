@@ -289,7 +289,7 @@ def take(
 ) -> Any:
     """Step if all gradients are finite, before and after unscaling. See ``GradScaler.step``."""
     require_in_time(engine, "step", optimizer)
-    step = gather(engine, "step", optimizer, needs_one=True)
+    step = gather(engine, "step", optimizer)
     plan = engine.journal.plan(optimizer)
     try:
         step = examine(engine, step, max_norm, is_fused=is_fused)
@@ -307,8 +307,7 @@ def examine(engine: Engine, step: Step, max_norm: float | None, *, is_fused: boo
         return measure(step)
     if step.multiplier is None:
         return look(engine.iteration.ledger, step)
-    # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
-    # unchanged.
+    # Dividing by a scale below 1 may overflow, and a skipped step leaves gradients unchanged.
     return check(step) if is_fused or step.loss_scale.can_amplify else unscale_(step)
 
 
@@ -397,12 +396,11 @@ def require_known(ledger: Ledger, call: str, params: list[Tensor]) -> None:
 # --- gather ---------------------------------------------------------------------------------------
 
 
-def gather(
-    engine: Engine, call: str, optimizer: torch.optim.Optimizer, *, needs_one: bool = False
-) -> Step:
+def gather(engine: Engine, call: str, optimizer: torch.optim.Optimizer) -> Step:
     """Collect the gradients of an optimizer and the number they are multiplied by. Sync: none.
 
-    If some of them have been unscaled with another optimizer, the others are unscaled now.
+    If some of them have been unscaled with another optimizer, the others are unscaled now. A step
+    needs at least one.
     """
     iteration, ledger = engine.iteration, engine.iteration.ledger
     params = parameters(optimizer)
@@ -414,7 +412,7 @@ def gather(
     ranks = engine.ranks_of(call, optimizer, params) if has_process_group() else ALONE
     loss_scale = engine.scale_of_iteration(call, optimizer)
     gradients = collect(params)
-    if needs_one and earlier is None and not (gradients.grads or ranks.is_together):
+    if call == "step" and earlier is None and not (gradients.grads or ranks.is_together):
         raise nothing_checked(optimizer)
     require_known(ledger, call, gradients.params)
     ids = frozenset(map(id, params)) if ranks.is_together else frozenset()

@@ -81,7 +81,7 @@ def step_with_closure(
     def use() -> None:
         """Unscale, check and clip the gradients; leave the step if they are not usable."""
         nonlocal used
-        step = gather(engine, "step", optimizer, needs_one=True)
+        step = gather(engine, "step", optimizer)
         used = read(examine(engine, step, max_norm, is_fused=False).decide())[0]
         if used.skip:
             raise UnusableEvaluationError
