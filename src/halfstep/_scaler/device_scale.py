@@ -27,7 +27,7 @@ from halfstep._gradients.scalars import (
 from halfstep._pytorch.amp import increment_version, update_scale_
 from halfstep._pytorch.devices import can_move_scale, is_capturing, to_host
 from halfstep._scaler.loss_scale import LossScale, Snapshot
-from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState, changed, next_state
+from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState, changed, next_state, tallied
 
 LAG = MOST_UNKNOWN - 1
 """Number of updates after which the flags of an update are read. They have two whole iterations to
@@ -137,13 +137,7 @@ class PendingUpdate:
         scale, flags = self.found
         if self.is_stale:
             is_skipped = flags["found_inf"] or flags["went_bad"]
-            after = changed(
-                state,
-                num_taken=state.num_taken + (not is_skipped),
-                num_skipped=state.num_skipped + is_skipped,
-                skipped_in_a_row=state.skipped_in_a_row + 1 if is_skipped else 0,
-            )
-            return state, after, number
+            return state, tallied(state, is_skipped=is_skipped), number
         if scale != number.scale:  # existing code has written it in place
             state, number = state.with_scale(scale), number._replace(scale=scale)
         after = next_state(state, **flags)

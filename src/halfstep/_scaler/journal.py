@@ -159,14 +159,13 @@ def _last_number(steps: Sequence[tuple[int, bool | Outcome]]) -> int:
 
 # --- who is shown them ----------------------------------------------------------------------------
 
-# Scalers stand above this file, so their type has no name here.
-
 
 class Observer(Protocol):
     """An observer of the losses and iterations of all scalers. It must not wait for the device."""
 
     is_diagnosing: bool  # whether it explains what goes bad
 
+    # Scalers stand above this file, so their type has no name here.
     def on_loss(self, scaler: Any, outputs: Any) -> None:
         """Handle the argument of ``scale`` before it is scaled."""
 

@@ -361,21 +361,8 @@ def next_state(
         (8.0, 2.0)
     """
     if not found_inf:
-        after = _after_step(state)
-        if went_bad:
-            after = changed(
-                after,
-                num_taken=state.num_taken,
-                num_skipped=state.num_skipped + 1,
-                skipped_in_a_row=state.skipped_in_a_row + 1,
-            )
-        return after
-    state = changed(
-        state,
-        growth_tracker=0,
-        num_skipped=state.num_skipped + 1,
-        skipped_in_a_row=state.skipped_in_a_row + 1,
-    )
+        return tallied(_after_step(state), is_skipped=went_bad)
+    state = changed(tallied(state, is_skipped=True), growth_tracker=0)
     if state.schedule.backoff_factor == 1.0:
         return state
     is_blameless = not loss_is_finite and state.schedule.trials
@@ -400,19 +387,19 @@ def _after_step(state: ScaleState) -> ScaleState:
     is_restored = state.has_backed_off and may_be_blameless
     ends_interval = state.growth_tracker + 1 >= schedule.growth_interval
     is_growing = ends_interval and not (state.is_trial or is_restored)
-    counts = NO_RUN | {"num_taken": state.num_taken + 1, "skipped_in_a_row": 0}
+    run = NO_RUN.copy()
     if is_restored:
-        counts |= {"run_scale": state.run_scale, "resume_scale": scale}
-        return changed(state, **counts, scale=state.run_scale, may_restore=True)
+        run |= {"run_scale": state.run_scale, "resume_scale": scale}
+        return changed(state, **run, scale=state.run_scale, may_restore=True)
     if is_growing:
         grown = round_to_float32(scale * schedule.growth_factor)
         scale = grown if grown <= state.max_scale else scale
     remembers = state.may_restore and not (is_growing or state.reached_floor or state.is_trial)
     if remembers or changed(state, scale=scale).is_below_1:
-        counts["run_scale"] = state.run_scale
+        run["run_scale"] = state.run_scale
     return changed(
         state,
-        **counts,
+        **run,
         scale=scale,
         growth_tracker=0 if state.is_trial or is_growing else state.growth_tracker + 1,
         may_restore=not is_growing and schedule.trials,
@@ -422,7 +409,7 @@ def _after_step(state: ScaleState) -> ScaleState:
 def num_calm(state: ScaleState) -> int:
     """Return how many steps in a row, taken from this state on, do nothing but count."""
     left = state.schedule.growth_interval - state.growth_tracker - 1
-    return left if left > 0 and _after_step(state) == counted(state, 1) else 0
+    return left if left > 0 and next_state(state, found_inf=False) == counted(state, 1) else 0
 
 
 def counted(state: ScaleState, num: int) -> ScaleState:
@@ -430,6 +417,13 @@ def counted(state: ScaleState, num: int) -> ScaleState:
     return changed(
         state, growth_tracker=state.growth_tracker + num, num_taken=state.num_taken + num
     )
+
+
+def tallied(state: ScaleState, *, is_skipped: bool) -> ScaleState:
+    """Return the state with one more iteration in its counts."""
+    num_taken, num_skipped = state.num_taken + (not is_skipped), state.num_skipped + is_skipped
+    in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+    return changed(state, num_taken=num_taken, num_skipped=num_skipped, skipped_in_a_row=in_a_row)
 
 
 def changed(state: ScaleState, **values: Any) -> ScaleState:
