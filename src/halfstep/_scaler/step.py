@@ -88,7 +88,7 @@ def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float
     found = _gather_usual(engine, optimizer)
     if found is None:
         return NOT_USUAL
-    plan, before, gradients = found
+    plan, before, _ = found
     unscaled = engine.usual.get(id(optimizer))
     if unscaled is None:
         step = _checked_usual(engine, optimizer, found, OptState.STEPPED, max_norm)
@@ -106,14 +106,10 @@ def take_usual(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float
         step, norm = read(step, norm)
         is_written = loss_scale.snapshot() != before  # existing code has written another scale
         if is_written and unscaled is None:
-            if step.multiplier is None:
-                gradients.multiply_(before[0].scale)  # type: ignore[index]
+            _scaled_again(step)
             return NOT_USUAL
     if is_written or not (isinstance(step.skip, Tensor) or step.skip == 0.0):
-        if plan.is_fused and step.scaled_by is not None and step.multiplier is None:
-            gradients.multiply_(step.scaled_by)
-            step = step._replace(multiplier=step.scaled_by)
-        step = _on_long_road(step, unscaled)
+        step = _on_long_road(_scaled_again(step) if plan.is_fused else step, unscaled)
         return finish(engine, plan, make_step, step, max_norm, is_fused=plan.is_fused)
     try:
         coefficient = None
@@ -603,24 +599,25 @@ def multiply_(step: Step, coefficient: Scalar | None = None) -> Step:
 
 
 def _ready(step: Step, max_norm: float | None) -> Step:
-    """Return a decision that the host knows; unscale and clip gradients that will be used.
-
-    Those of a skipped step get their values back, if they were unscaled for the check.
-    """
+    """Return a decision that the host knows; unscale and clip gradients that will be used."""
     norm = step.norms.norm if step.norms is not None and max_norm is not None else None
     if isinstance(step.skip, Tensor) or step.ranks is not ALONE:
         step, norm = read(step, norm)
-    divided_by = step.scaled_by if step.multiplier is None else None
     if step.skip != 0.0:
-        if divided_by is not None:
-            step.gradients.multiply_(divided_by)
-            step = step._replace(multiplier=divided_by)
-    elif divided_by is None:
-        coefficient = None
-        if norm is not None and max_norm is not None:
-            coefficient = clip_coefficient(norm, max_norm)
-        step = multiply_(step, coefficient)
-    return step
+        return _scaled_again(step)
+    if step.multiplier is None and step.scaled_by is not None:
+        return step  # they were divided for the check
+    if norm is None or max_norm is None:
+        return multiply_(step)
+    return multiply_(step, clip_coefficient(norm, max_norm))
+
+
+def _scaled_again(step: Step) -> Step:
+    """Give gradients that were divided for the check their values back."""
+    if step.multiplier is not None or step.scaled_by is None:
+        return step
+    step.gradients.multiply_(step.scaled_by)
+    return step._replace(multiplier=step.scaled_by)
 
 
 def step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
