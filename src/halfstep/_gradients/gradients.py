@@ -268,21 +268,17 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         (device,), (dtype,) = devices, dtypes
         return Gradients(params, grads, grads, {(device, dtype): grads})
     # Some are not dense and real, or cannot be written in place.
-    for param in params:
-        grad: Any = param.grad
-        if is_dtensor(grad):
-            if (reduced := reduce_partial(param, grad)) is not grad:
-                param.grad = reduced
-        elif grad.layout not in (torch.strided, torch.sparse_coo):
+    for grad in grads:
+        if grad.layout not in (torch.strided, torch.sparse_coo):
             raise TypeError(
                 f"a gradient is {describe(grad)} in the layout {grad.layout}: a GradScaler reads "
                 "dense gradients and sparse COO ones. Convert it: param.grad = "
                 "param.grad.to_dense() or .to_sparse()"
             )
     with torch.no_grad():
-        for param in params:
-            grad = param.grad
-            if (writable := _writable(grad)) is not grad:
+        for param, grad in zip(params, grads, strict=True):
+            writable = reduce_partial(param, grad) if is_dtensor(grad) else _writable(grad)
+            if writable is not grad:
                 param.grad = writable
     grads = list(map(grad_of, params))
     return _gradients(params, grads, list(map(_values, grads)))
@@ -321,8 +317,6 @@ def _gradients(params: list[Tensor], grads: list[Tensor], values: list[Tensor]) 
 
 
 def _writable(grad: Tensor) -> Tensor:
-    if is_dtensor(grad):
-        return grad
     if grad.is_sparse:
         return grad.coalesce()
     # Autograd stores the conjugate of a complex gradient lazily; such a tensor has no real view.
