@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep._common.numbers import listed, things
-from halfstep._tools.doctor import about_hooks, about_iterations, about_precision, hardware
+from halfstep._tools.doctor import about_iterations, about_precision, hardware
 from halfstep._tools.doctor.finding import Finding
 from halfstep._tools.doctor.hardware import MachineReport
 from halfstep._tools.doctor.read_program import Program
@@ -45,7 +45,6 @@ def check_source(
     found = (
         *about_iterations.findings(program),
         *about_precision.findings(program),
-        *about_hooks.findings(program),
         *(hardware.slower(about_precision.lowered(program), machine) if machine else ()),
     )
     lines = text.splitlines()
