@@ -131,16 +131,6 @@ def _function_of(program: Program, node: ast.expr, scope: NameScope) -> str:
     return program.meaning.qualified(node.func if isinstance(node, ast.Call) else node, scope)
 
 
-def lowered(program: Program) -> dict[tuple[str, str], int]:
-    """Return the lines of the autocasts by their dtype and device, empty if uncertain."""
-    found: dict[tuple[str, str], int] = {}
-    for site in program.sites:
-        if site.autocast is not None:
-            key = site.autocast.dtype, site.autocast.device
-            found.setdefault(key, site.inside[site.autocast_at].line)
-    return found
-
-
 def _is_plain_backward(program: Program, site: Site) -> bool:
     """Return whether a call is the backward pass of a loss without any factor."""
     if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
