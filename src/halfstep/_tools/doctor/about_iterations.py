@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from halfstep._tools.doctor import finding as catalog
@@ -49,7 +49,6 @@ def findings(program: Program) -> Iterator[Finding]:
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
         yield from _never_zeroed(program, root)
-        yield from _never_stepped(program, root)
     yield from _never_saved(program)
     yield from _closures(program)
 
@@ -110,25 +109,6 @@ def _waits(program: Program, test: ast.expr | None, scope: NameScope) -> bool:
     return any(_TAKEN.search(ast.unparse(each[0])) for each in known if each is not None)
 
 
-def _never_stepped(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield findings about optimizers that are stepped only where nothing is scaled."""
-    plain = [site for site in root.sites if program.is_optimizer_step(site)]
-    names = {dotted(site.owner) for site in plain}
-    for step in filter(program.is_scaler_step, root.sites):
-        beside = [site for site in root.sites if not site.excludes(step)]
-        scaled = {_optimizer_of(site) for site in beside if program.is_scaler_step(site)}
-        used = {dotted(e) for s in beside if s.method != "unscale_" for e in arguments(s.call)}
-        used |= {dotted(site.owner) for site in beside if site.method == "step"}
-        own = _optimizer_of(step)
-        twins = [s.arms for s in plain if s not in beside and dotted(s.owner) == own]
-        for site in plain if scaled <= names else ():  # else there may be a loop over all of them
-            name = dotted(site.owner)
-            if site.arms in twins and name not in used:
-                where = f"where the loss is scaled, as in line {step.line}"
-                scaler = dotted(step.owner)
-                yield finding("step-missing", site.line, scaler=scaler, optimizer=name, where=where)
-
-
 def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
     """Yield a finding about a loop whose gradients are never cleared."""
     looped = [site for site in root.sites if site.around("loop")]
@@ -165,22 +145,20 @@ def _is_handed_on(program: Program, name: str) -> bool:
     """
     last, calls = name.rpartition(".")[2], program.meaning.names.calls
     for node in ast.walk(program.tree):
-        parts: list[ast.expr | None] = []
+        parts: Iterable[ast.AST | None] = ()
         match node:
-            case ast.Attribute(value=owner, attr=attribute) if attribute == "state_dict":
-                if dotted(owner).rpartition(".")[2] == last:
-                    return True
-            case ast.Call(func=called, args=args, keywords=keywords) if (
-                node not in calls and not _NO_SAVE.search(ast.unparse(called))
+            case ast.Attribute(value=owner, attr="state_dict"):
+                parts = [owner]
+            case ast.Call(func=called) if node not in calls and not _NO_SAVE.search(
+                ast.unparse(called)
             ):
-                parts = [*args, *(keyword.value for keyword in keywords)]
+                parts = arguments(node)
             case ast.Return(value=value) | ast.Assign(value=value):
                 parts = [value]
-            case ast.Dict(values=values):
-                parts = [*values]
-            case ast.Tuple(elts=elts, ctx=ast.Load()) | ast.List(elts=elts, ctx=ast.Load()):
-                parts = [*elts]
-        if any(part is not None and dotted(part).rpartition(".")[2] == last for part in parts):
+            case ast.Dict() | ast.Tuple(ctx=ast.Load()) | ast.List(ctx=ast.Load()):
+                parts = ast.iter_child_nodes(node)
+        names = (dotted(part) for part in parts if isinstance(part, ast.expr))
+        if any(each.rpartition(".")[2] == last for each in names):
             return True
     return False
 
