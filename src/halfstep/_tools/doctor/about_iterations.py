@@ -23,8 +23,6 @@ _RELEVANT = re.compile(rf"zero_grad|update|clip|clamp_|div_|mul_|{_OPAQUE.patter
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
-_CLEARS = re.compile(r"zero_?grad|^zero_$|set_to_none|clear_?grad|^grad$", re.I)
-"""A pattern for names in code that clears gradients."""
 _TAKEN = re.compile(r"scale|skip|finite|inf\b|nan\b|overflow|taken|outcome", re.I)
 """A pattern for conditions that a step was taken."""
 _NO_SAVE = re.compile(r"load|resume|restart|restore|recover|print|isinstance", re.I)
@@ -48,7 +46,6 @@ def findings(program: Program) -> Iterator[Finding]:
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
-        yield from _never_zeroed(program, root)
     yield from _never_saved(program)
     yield from _closures(program)
 
@@ -107,23 +104,6 @@ def _waits(program: Program, test: ast.expr | None, scope: NameScope) -> bool:
     """Return whether a condition may ask for a step that was taken, not only for a schedule."""
     known = [] if test is None else [(test, scope), *program.meaning.candidates(test, scope)]
     return any(_TAKEN.search(ast.unparse(each[0])) for each in known if each is not None)
-
-
-def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield a finding about a loop whose gradients are never cleared."""
-    looped = [site for site in root.sites if site.around("loop")]
-    steps = [s for s in looped if program.is_optimizer_step(s) or program.is_scaler_step(s)]
-    backward = next(filter(program.is_backward, looped), None)
-    if not (steps and backward and program.makes_optimizer) or any(
-        map(_CLEARS.search, program.words)
-    ):
-        return
-    step = steps[0]
-    optimizer = _optimizer_of(step) if program.is_scaler_step(step) else dotted(step.owner)
-    passed = (dotted(each) for s in looped if s not in steps for each in arguments(s.call))
-    if optimizer in passed:  # another function may clear them
-        return
-    yield catalog.finding("gradients-never-zeroed", step.line, [optimizer], optimizer=optimizer)
 
 
 def _never_saved(program: Program) -> Iterator[Finding]:
