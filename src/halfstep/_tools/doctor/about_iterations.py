@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from halfstep._tools.doctor import finding as catalog
 from halfstep._tools.doctor import iteration
 from halfstep._tools.doctor.finding import Finding
 from halfstep._tools.doctor.iteration import Call, Iteration, finding, next_iteration
@@ -23,8 +22,6 @@ _RELEVANT = re.compile(rf"zero_grad|update|clip|clamp_|div_|mul_|{_OPAQUE.patter
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
-_TAKEN = re.compile(r"scale|skip|finite|inf\b|nan\b|overflow|taken|outcome", re.I)
-"""A pattern for conditions that a step was taken."""
 _NO_SAVE = re.compile(r"load|resume|restart|restore|recover|print|isinstance", re.I)
 """A pattern for functions that take a scaler without saving it."""
 
@@ -45,7 +42,6 @@ def findings(program: Program) -> Iterator[Finding]:
             if is_whole and not isinstance(root.node, ast.Module):  # a loop elsewhere repeats it
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
-        yield from _schedules(program, root)
     yield from _never_saved(program)
     yield from _closures(program)
 
@@ -72,38 +68,6 @@ def _before(program: Program, root: Root) -> Iteration:
 def _are_near(one: Site, other: Site) -> bool:
     """Return whether two calls are in methods of one class."""
     return bool(one.scope.class_name) and one.scope.class_name == other.scope.class_name
-
-
-def _schedules(program: Program, root: Root) -> Iterator[Finding]:
-    sites = root.sites
-    steps = [site for site in sites if program.is_scaler_step(site)]
-    for site in sites:
-        call = site.call
-        if site.method != "step" or call.args or call.keywords:
-            continue
-        if not program.meaning.is_scheduler(site.owner, site.scope):
-            continue
-        scheduler = dotted(site.owner)
-        beside = [
-            s for s in steps if s.around("loop") == site.around("loop") and not s.excludes(site)
-        ]
-        gates = {
-            text
-            for text, test in site.tests.items()
-            if "sched" not in text.lower() or _waits(program, test, site.scope)
-        }
-        ungated = [step for step in beside if gates <= step.tests.keys()]
-        if not ungated or not scheduler:
-            continue
-        scaler, optimizer = dotted(ungated[0].owner), _optimizer_of(ungated[0])
-        known = {"scheduler": scheduler, "scaler": scaler, "optimizer": optimizer}
-        yield catalog.finding("scheduler-ungated", site.line, [scheduler, scaler], **known)
-
-
-def _waits(program: Program, test: ast.expr | None, scope: NameScope) -> bool:
-    """Return whether a condition may ask for a step that was taken, not only for a schedule."""
-    known = [] if test is None else [(test, scope), *program.meaning.candidates(test, scope)]
-    return any(_TAKEN.search(ast.unparse(each[0])) for each in known if each is not None)
 
 
 def _never_saved(program: Program) -> Iterator[Finding]:

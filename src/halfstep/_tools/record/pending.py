@@ -40,6 +40,11 @@ class PendingStep:
         """The scalars, None if unknown."""
         return self.loss, self.norm, self.share_lost_updates
 
+    def on_host(self) -> Event:
+        """Return the line of the record. Sync: none if all numbers are on the CPU."""
+        scalars = [math.nan if each is None else each.float().item() for each in self.scalars]
+        return self.event(scalars, None if self.outcome is None else pack(self.outcome))
+
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector of float32, the scalars first. Sync: none."""
         missing = torch.full((), math.nan, dtype=torch.float32, device=device)
@@ -53,7 +58,7 @@ class PendingStep:
             return scalars
         return torch.cat([scalars, to_device(pack(self.outcome), device)])
 
-    def event(self, scalars: list[float], of_outcome: Tensor) -> Event:
+    def event(self, scalars: list[float], of_outcome: Tensor | None) -> Event:
         """Return the line of the record, from the parts of :meth:`packed` on the CPU."""
         loss, norm, lost = scalars
         event = {
@@ -70,7 +75,7 @@ class PendingStep:
             "loss": None if self.loss is None else loss,
             "share_lost_updates": None if math.isnan(lost) else lost,
         }
-        if self.outcome is not None:
+        if self.outcome is not None and of_outcome is not None:
             entry, event["scale_after"] = unpack(self.outcome, of_outcome)
             event["taken"], event["reason"], event["scale"] = entry.taken, entry.reason, entry.scale
             if self.outcome.is_measured:
@@ -129,9 +134,12 @@ class PendingSteps:
         self._last_sent = time.monotonic()
         steps, self._steps = self._steps, []
         device = _device_of(steps)
+        if device.type == "cpu":
+            return [step.on_host() for step in steps]
         packed = [step.packed(device) for step in steps]
-        self._sent = _Sent(steps, [*map(len, packed)], to_host(torch.cat(packed)))
-        return self._taken(self._sent) if device.type == "cpu" else []
+        sizes = [len(values) for values in packed]
+        self._sent = _Sent(steps, sizes, to_host(torch.cat(packed)))
+        return []
 
     def _taken(self, sent: _Sent) -> list[Event]:
         """Return the events of what has arrived."""
