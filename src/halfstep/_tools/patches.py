@@ -109,8 +109,19 @@ def watch_steps(
 # --- top-level calls ------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    is_inside = False
+class ThreadFlag(threading.local):
+    """A flag of each thread, which is on in blocks."""
+
+    is_on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Switch the flag on in the block, in this thread."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
 
 
 class TopLevelCalls:
@@ -124,7 +135,7 @@ class TopLevelCalls:
     )
 
     def __init__(self) -> None:
-        self._inside = _Thread()
+        self._inside = ThreadFlag()
 
     @property
     def is_on(self) -> bool:
@@ -143,28 +154,23 @@ class TopLevelCalls:
 
     @property
     def is_inside(self) -> bool:
-        return self._inside.is_inside
+        return self._inside.is_on
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> AbstractContextManager[None]:
         """Let calls in the block, in this thread, run unchanged."""
-        before, self._inside.is_inside = self._inside.is_inside, True
-        try:
-            yield
-        finally:
-            self._inside.is_inside = before
+        return self._inside.on()
 
     def install(self, patches: Patches) -> None:
         """Handle the calls until ``patches`` are undone."""
         # __call__ is replaced because a hook would miss errors and Ctrl-C. What torch.compile
         # compiles is inside.
-        original, thread = nn.Module.__call__, self._inside
+        original, inside = nn.Module.__call__, self._inside
 
         @not_compiled
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # Every module of a model gets here, so inner ones take the shortest path. In a graph
             # these conditions are constants, so compiled code has no overhead.
-            if torch.compiler.is_compiling() or thread.is_inside or not self.is_on:
+            if torch.compiler.is_compiling() or inside.is_on or not self.is_on:
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
@@ -178,7 +184,7 @@ class TopLevelCalls:
     def _around_loss(self, name: str) -> Callable[..., Any]:
         @not_compiled
         def loss(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside.is_inside or not self.is_on:
+            if torch.compiler.is_compiling() or self._inside.is_on or not self.is_on:
                 return original(*args, **kwargs)
             return self.call_loss(name, original, args, kwargs)
 

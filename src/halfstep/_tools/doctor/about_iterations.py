@@ -56,18 +56,13 @@ def _before(program: Program, root: Root) -> Iteration:
     if any(map(program.is_backward, root.sites)):
         return Iteration()
     steps = [dotted(site.owner) for site in root.sites if program.is_scaler_step(site)]
-    own = root.sites[:1]
-    near = [site for site in program.sites if any(_are_near(site, each) for each in own)]
+    name = root.sites[0].scope.class_name if root.sites else ""
+    near = [site for site in program.sites if name and site.scope.class_name == name]
     scalers = {program.scaled_by(site) for site in near if program.is_backward(site)}
     is_stepped = any(map(program.is_scaler_step, near))
     if not steps and (is_stepped or len(scalers) != 1 or "" in scalers):
         return Iteration()
     return Iteration(losses=frozenset({1}), scaler=(steps or sorted(scalers))[0])
-
-
-def _are_near(one: Site, other: Site) -> bool:
-    """Return whether two calls are in methods of one class."""
-    return bool(one.scope.class_name) and one.scope.class_name == other.scope.class_name
 
 
 def _never_saved(program: Program) -> Iterator[Finding]:
