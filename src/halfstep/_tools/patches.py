@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from halfstep._pytorch import compiler, optim
 
-_MISSING = object()
-
 not_compiled = functools.partial(compiler.do_not_compile_alone, nor_below=False)
 """A decorator: torch.compile must not start a graph in the function, but may in its callees."""
 
@@ -28,19 +26,20 @@ Around = Callable[..., Any]
 """A wrapper, called as ``around(original, *args, **kwargs)``."""
 
 
-class Patches(AbstractContextManager["Patches"]):
-    """Replaced attributes, with their original values, until :meth:`undo` or the end of a block."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, object]] = []
+class Patches(ExitStack):
+    """Replaced attributes, restored, newest first, by :meth:`close` or at the end of a block."""
 
     def put(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute of a class or module until :meth:`undo`."""
-        self._before.append((owner, name, vars(owner).get(name, _MISSING)))
+        """Set an attribute of a class or module until the end."""
+        own = vars(owner)
+        if name in own:
+            self.callback(setattr, owner, name, own[name])
+        else:
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, around: Around) -> Callable[..., Any]:
-        """Wrap a function of a class or module until :meth:`undo`, and return the wrapper."""
+        """Wrap a function of a class or module until the end, and return the wrapper."""
         original = getattr(owner, name)
 
         # Copies the original's attributes, such as PyTorch's marks on optimizer.step.
@@ -50,18 +49,6 @@ class Patches(AbstractContextManager["Patches"]):
 
         self.put(owner, name, not_compiled(wrapper))
         return wrapper
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-    def undo(self) -> None:
-        """Restore all attributes, newest first."""
-        while self._before:
-            owner, name, value = self._before.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def subclasses(cls: type) -> Iterator[type]:

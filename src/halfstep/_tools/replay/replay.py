@@ -163,7 +163,7 @@ class Replayer:
             modules = FoundModules(self._outermost, undo, owners)
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
-                stack.callback(patches.undo)
+                stack.enter_context(patches)
                 if self.is_kept:
                     _stop_when_settled(patches, observer, run)
                 watch_backward(patches, observer, begins_without=self.is_kept)
