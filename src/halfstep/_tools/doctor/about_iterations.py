@@ -109,18 +109,8 @@ def _closures(program: Program) -> Iterator[Finding]:
             inner = (each for each in program.sites if each.scope.node is function)
             scales = next(filter(None, map(program.scaled_by, inner)), "")
             if scales:
-                stepped = dotted(site.owner)
-                known = {"scaler": scales, "optimizer": stepped}
+                known = {"scaler": scales, "optimizer": dotted(site.owner)}
                 yield finding("scaler-bypassed", site.line, program.updates(scales), **known)
-        if not program.is_scaler_step(site) or len(site.call.args) < 2:
-            continue
-        scaler = program.meaning.scaler(site.owner, site.scope)
-        if scaler is not None and scaler.is_torch:
-            optimizer, closure = map(ast.unparse, site.call.args[:2])
-            name = dotted(site.owner)
-            yield finding(
-                "closure-not-unscaled", site.line, scaler=name, closure=closure, optimizer=optimizer
-            )
 
 
 # --- the iterations along the paths ---------------------------------------------------------------

@@ -159,7 +159,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     for site in program.sites:
         if name := program.scaled_by(site):
             is_on = program.arm_of(site, switches) == 0 or None
-            scaled[name] = SourceScaler(is_torch=False, enabled=is_on)
+            scaled[name] = SourceScaler(is_on)
     for name, scaler in (scaled | program.scalers).items():
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
             what = f"`{name}` scales losses of training"
@@ -231,7 +231,8 @@ def _elsewhere(program: Program, lowered: str) -> str:
     if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
         return "tensors are moved to cuda"
     names_no_device = not any(map(_MOVING.search, {*program.words, *program.imported}))
-    if lowered == "cuda" and not moves and program.makes_optimizer and names_no_device:
+    made = (program.meaning.makes_optimizer(site.call, site.scope) for site in program.sites)
+    if lowered == "cuda" and not moves and names_no_device and any(made):
         return "the model stays on cpu"
     return ""
 

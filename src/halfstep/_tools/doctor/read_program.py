@@ -159,11 +159,6 @@ class Program:
         return site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope)
 
     @cached_property
-    def makes_optimizer(self) -> bool:
-        """Whether a call creates an optimizer without master weights."""
-        return any(self.meaning.makes_optimizer(site.call, site.scope) for site in self.sites)
-
-    @cached_property
     def built(self) -> list[Built]:
         """The optimizers that are created from the parameters of models."""
         return [

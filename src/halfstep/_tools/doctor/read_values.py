@@ -33,7 +33,6 @@ class SourceAutocast:
 class SourceScaler:
     """A GradScaler, as far as the source shows it."""
 
-    is_torch: bool
     enabled: bool | None  # None if uncertain
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, schedule=Static())
     line: int = 0  # where it is created; 0 if elsewhere
@@ -265,7 +264,6 @@ class Meaning:
         is_static = isinstance(schedule, ast.Call) and dotted(schedule.func).endswith("Static")
         given = argument(node, "enabled", first + 4)
         return SourceScaler(
-            name.startswith("torch."),
             self._flag(given, scope),
             is_static,
             node.lineno,

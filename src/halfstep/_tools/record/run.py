@@ -322,11 +322,6 @@ class Run:
     is_running: bool  # whether a process writes it
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the last segment has an end on all ranks."""
-        return not self.without_end
-
-    @property
     def num_steps(self) -> int:
         return len({step.step for step in self.steps})
 

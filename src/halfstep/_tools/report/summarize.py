@@ -81,7 +81,7 @@ def summarize(run: Run) -> Summary:
 def _facts(run: Run) -> Facts:
     header, times = run.header, {step.step: step.time for step in run.steps}
     distances = [after - before for before, after in pairwise(times.values())]
-    state: State = "ended" if run.has_ended else "running" if run.is_running else "no end"
+    state: State = "ended" if not run.without_end else "running" if run.is_running else "no end"
     return Facts(
         header=structs.replace(
             header, device=header.device or "unknown", machine=header.machine or "unknown"
