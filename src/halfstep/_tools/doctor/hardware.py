@@ -117,12 +117,8 @@ class Speeds:
 def measure_speeds(device: str, seconds: float = 1.5) -> Speeds:
     """Measure all dtypes in turn, so that other programs slow all of them equally.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: Approximate duration, without the first calls; up to ``LONGEST`` times as long if
-            the best times differ.
-
-    Sync: many.
+    It takes about ``seconds`` after the first calls, up to ``LONGEST`` times that if the best times
+    differ. Sync: many.
     """
     works = [work for kind in ("matmul", "conv") for work in _works(kind, device)]
     with torch.no_grad():

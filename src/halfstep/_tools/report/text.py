@@ -22,10 +22,7 @@ SCHEMA = 1
 """The version of the ``--json`` output; it changes unless fields are only added."""
 ENOUGH = 10
 """Number of steps from which a run without problems is called well."""
-_GRADIENTS: dict[Kind, str] = {
-    "parameter_gradient": "a parameter",
-    "output_gradient": "an output",
-}
+_GRADIENTS: dict[Kind, str] = {"parameter_gradient": "a parameter", "output_gradient": "an output"}
 
 
 # --- sentences, the causes first ------------------------------------------------------------------
