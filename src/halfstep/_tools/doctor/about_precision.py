@@ -76,8 +76,7 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
                 continue
             around = site.inside[site.autocast_at]
             if trains or around.is_decorator:
-                what = "autocast to float16 trains without a scaler"
-                yield finding("fp16-without-scaler", around.line, what=what)
+                yield finding("fp16-without-scaler", around.line)
 
 
 def _never_lowered(program: Program) -> Iterator[Finding]:
@@ -158,12 +157,10 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     scaled: dict[str, SourceScaler] = {}  # made elsewhere; on if autocast's switch decides
     for site in program.sites:
         if name := program.scaled_by(site):
-            is_on = program.arm_of(site, switches) == 0 or None
-            scaled[name] = SourceScaler(is_on)
+            scaled[name] = SourceScaler(program.arm_of(site, switches) == 0 or None)
     for name, scaler in (scaled | program.scalers).items():
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
-            what = f"`{name}` scales losses of training"
-            yield finding("scaler-with-bf16", scaler.line or line, [name], what=what, scaler=name)
+            yield finding("scaler-with-bf16", scaler.line or line, [name], scaler=name)
 
 
 def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
