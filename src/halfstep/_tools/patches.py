@@ -51,6 +51,21 @@ class Patches(ExitStack):
         return wrapper
 
 
+class ThreadFlag(threading.local):
+    """A flag of each thread, which is on in blocks."""
+
+    is_on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Switch the flag on in the block, in this thread."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
 def subclasses(cls: type) -> Iterator[type]:
     """Yield all direct and indirect subclasses of a class, each once."""
     found: dict[type, None] = dict.fromkeys(cls.__subclasses__())
@@ -94,21 +109,6 @@ def watch_steps(
 
 
 # --- top-level calls ------------------------------------------------------------------------------
-
-
-class ThreadFlag(threading.local):
-    """A flag of each thread, which is on in blocks."""
-
-    is_on = False
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Switch the flag on in the block, in this thread."""
-        before, self.is_on = self.is_on, True
-        try:
-            yield
-        finally:
-            self.is_on = before
 
 
 class TopLevelCalls:
