@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from halfstep._tools.doctor import hardware
-from halfstep._tools.doctor.doctor import check_source
 from halfstep._tools.doctor.hardware import (
     advise,
     measure_speeds,
@@ -138,23 +137,3 @@ def test_the_machine_is_read_from_its_card(monkeypatch: pytest.MonkeyPatch) -> N
     found = hardware.inspect_machine()
     assert found.device == "cuda"
     assert found.advice.precision == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("lowers", "lines"),
-    [
-        ("'cpu', torch.float16", [4]),
-        ("device, torch.float16", [4]),  # a device of two
-        ("'cpu', torch.bfloat16", []),  # twice as fast
-        ("'cuda', torch.float16", []),  # of another machine
-    ],
-)
-def test_a_dtype_that_this_machine_computes_slower_is_a_finding(lowers, lines) -> None:
-    works = [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")]
-    speeds = speeds_of(works, [[1.0, 0.5, 2.5]] * 3)
-    machine = hardware.MachineReport("cpu", "CPU", speeds, advise(speeds.ratios))
-    source = "import torch\nscaler = torch.amp.GradScaler('cpu')\ndef loss(x, device, dtype):\n"
-    source += f"    with torch.autocast({lowers}):\n        return model(x).mean()\n"
-    found = [e for e in check_source(source, machine=machine) if e.id == "slower-dtype"]
-    assert [each.line for each in found] == lines
-    assert all("float16 here" in e.text and "at 0.4 x the speed" in e.text for e in found)

@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path):
     assert math.isnan(run.steps[0].loss)
     assert run.steps[0].norm == math.inf
     assert run.samples[0].tensors[0] == Measured.of("output", "fc", "float16", STATISTICS)
-    assert not run.has_ended
+    assert run.without_end
 
 
 def test_every_line_is_json_without_nan(tmp_path):
@@ -62,7 +62,7 @@ def test_a_second_segment_goes_on(tmp_path):
     assert [s.time for s in run.steps] == [1.0, 2.0, 61.0, 62.0]
     assert run.samples[0].step == 4
     assert len(run.starts) == 2
-    assert (run.error, run.has_ended) == (None, False)
+    assert (run.error, run.without_end) == (None, (0,))
 
 
 def test_a_cut_line_is_skipped_and_said_and_the_next_segment_is_whole(tmp_path):
@@ -103,7 +103,7 @@ def test_a_line_that_lacks_a_part_is_skipped_and_said(tmp_path, event):
     assert note.text.startswith("line 3 of rank0.jsonl is damaged and was left out (")
     assert run.left_out == run.notes
     assert (run.samples, run.culprits, run.models, run.policies) == ((), (), (), ())
-    assert not run.has_ended
+    assert run.without_end
 
 
 def test_many_damaged_lines_are_one_note(tmp_path):

@@ -120,7 +120,7 @@ def test_steps_are_those_of_the_scaler(tmp_path: Path) -> None:
     assert [step.loss for step in run.steps] == pytest.approx(losses, rel=1e-6)
     assert [step.scale_after for step in run.steps[:-1]] == [s.scale for s in run.steps[1:]]
     assert [step.step for step in run.steps] == [*range(1, 21)]
-    assert run.has_ended
+    assert not run.without_end
     assert run.error is None
 
 
@@ -482,7 +482,7 @@ def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert len(run.steps) == 7
     assert [sample.step for sample in run.samples] == [1, 2, 4, 5]
-    assert not run.has_ended
+    assert run.without_end
     with halfstep.record(tmp_path):
         train(Net(), 2, scaler=halfstep.GradScaler(DEVICE))
     assert [step.step for step in read_run(tmp_path).steps] == [*range(1, 10)]
@@ -503,7 +503,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
         train(model, 1, scaler=scaler)
     run = read_run(tmp_path)
     assert len(run.steps) == 3
-    assert run.has_ended
+    assert not run.without_end
 
 
 def test_the_rank_comes_from_the_environment(tmp_path: Path, monkeypatch) -> None:

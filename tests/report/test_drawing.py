@@ -13,7 +13,6 @@ from halfstep._tools.report.page_layers import (
     NO_VALUE,
     NOT_FINITE,
     bars,
-    dots,
     palette,
     png,
     ramp,
@@ -67,10 +66,6 @@ def test_a_line_of_nothing_is_empty():
 
 def test_bars_have_their_heights():
     assert bars([2, 2, 0, 5], 10, start=3) == "M3 10v-2h2v2h1v-5h1V10z"
-
-
-def test_dots_are_lines_without_length():
-    assert dots([(0.5, 2.5), (1.5, 3.0)]) == "M0.5 2.5h0M1.5 3h0"
 
 
 # --- colours and images ---------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_each_cell_has_the_value_of_its_layer_and_step(tmp_path):
     )
     (tab,) = drawn.tabs
     headroom, lost = map(pixels, tab.maps)
-    assert [row.title.split("\n")[0] for row in tab.rows] == ["fc", "head"]
+    assert [title.split("\n")[0] for _, title in tab.rows] == ["fc", "head"]
     assert [[label(HEADROOM, p) if p else None for p in row] for row in headroom] == [
         ["about 12.5 bits", "about 12.5 bits"],
         [None, "20 bits or more"],
@@ -75,7 +75,7 @@ def test_a_gradient_that_never_was_in_fp16_has_lost_nothing(tmp_path):
         drawn = maps_of(tmp_path / told, samples, "float32", has_policy)
         lost = drawn.tabs[0].maps[1]
         assert label(LOST, pixels(lost)[0][0]) == told
-        assert ("underflow" in drawn.tabs[0].rows[0].title) == (not has_policy)
+        assert ("underflow" in drawn.tabs[0].rows[0][1]) == (not has_policy)
 
 
 def test_where_nan_or_inf_was_seen_is_told_by_colour_and_dot(tmp_path):
@@ -160,4 +160,4 @@ def test_long_names_are_shortened_from_the_left(tmp_path):
     drawn = maps_of(tmp_path, [[("output", name, records.bell(0))]])
     ((_, text, full),) = drawn.tabs[0].labels
     assert (text, full) == ("…12.attention.qkv", name)
-    assert drawn.tabs[0].rows[0].title.startswith(name)
+    assert drawn.tabs[0].rows[0][1].startswith(name)

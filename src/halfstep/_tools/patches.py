@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from halfstep._pytorch import compiler, optim
 
-_MISSING = object()
-
 not_compiled = functools.partial(compiler.do_not_compile_alone, nor_below=False)
 """A decorator: torch.compile must not start a graph in the function, but may in its callees."""
 
@@ -28,19 +26,20 @@ Around = Callable[..., Any]
 """A wrapper, called as ``around(original, *args, **kwargs)``."""
 
 
-class Patches(AbstractContextManager["Patches"]):
-    """Replaced attributes, with their original values, until :meth:`undo` or the end of a block."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, object]] = []
+class Patches(ExitStack):
+    """Replaced attributes, restored, newest first, by :meth:`close` or at the end of a block."""
 
     def put(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute of a class or module until :meth:`undo`."""
-        self._before.append((owner, name, vars(owner).get(name, _MISSING)))
+        """Set an attribute of a class or module until the end."""
+        own = vars(owner)
+        if name in own:
+            self.callback(setattr, owner, name, own[name])
+        else:
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, around: Around) -> Callable[..., Any]:
-        """Wrap a function of a class or module until :meth:`undo`, and return the wrapper."""
+        """Wrap a function of a class or module until the end, and return the wrapper."""
         original = getattr(owner, name)
 
         # Copies the original's attributes, such as PyTorch's marks on optimizer.step.
@@ -51,17 +50,20 @@ class Patches(AbstractContextManager["Patches"]):
         self.put(owner, name, not_compiled(wrapper))
         return wrapper
 
-    def __exit__(self, *_: object) -> None:
-        self.undo()
 
-    def undo(self) -> None:
-        """Restore all attributes, newest first."""
-        while self._before:
-            owner, name, value = self._before.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+class ThreadFlag(threading.local):
+    """A flag of each thread, which is on in blocks."""
+
+    is_on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Switch the flag on in the block, in this thread."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
 
 
 def subclasses(cls: type) -> Iterator[type]:
@@ -109,10 +111,6 @@ def watch_steps(
 # --- top-level calls ------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    is_inside = False
-
-
 class TopLevelCalls:
     """Handlers for modules and loss functions that are not called :meth:`inside` of others."""
 
@@ -124,7 +122,7 @@ class TopLevelCalls:
     )
 
     def __init__(self) -> None:
-        self._inside = _Thread()
+        self._inside = ThreadFlag()
 
     @property
     def is_on(self) -> bool:
@@ -143,28 +141,23 @@ class TopLevelCalls:
 
     @property
     def is_inside(self) -> bool:
-        return self._inside.is_inside
+        return self._inside.is_on
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> AbstractContextManager[None]:
         """Let calls in the block, in this thread, run unchanged."""
-        before, self._inside.is_inside = self._inside.is_inside, True
-        try:
-            yield
-        finally:
-            self._inside.is_inside = before
+        return self._inside.on()
 
     def install(self, patches: Patches) -> None:
         """Handle the calls until ``patches`` are undone."""
         # __call__ is replaced because a hook would miss errors and Ctrl-C. What torch.compile
         # compiles is inside.
-        original, thread = nn.Module.__call__, self._inside
+        original, inside = nn.Module.__call__, self._inside
 
         @not_compiled
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # Every module of a model gets here, so inner ones take the shortest path. In a graph
             # these conditions are constants, so compiled code has no overhead.
-            if torch.compiler.is_compiling() or thread.is_inside or not self.is_on:
+            if torch.compiler.is_compiling() or inside.is_on or not self.is_on:
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
@@ -178,7 +171,7 @@ class TopLevelCalls:
     def _around_loss(self, name: str) -> Callable[..., Any]:
         @not_compiled
         def loss(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside.is_inside or not self.is_on:
+            if torch.compiler.is_compiling() or self._inside.is_on or not self.is_on:
                 return original(*args, **kwargs)
             return self.call_loss(name, original, args, kwargs)
 

@@ -96,8 +96,7 @@ class _Parser(argparse.ArgumentParser):
             if self.num_values(words[index]) == "?":
                 words[index] += f"={self._option_string_actions[words[index]].const}"
             index += 2 if self.num_values(words[index]) is None else 1
-        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
-        return found
+        return super().parse_known_args(words, namespace)
 
     def num_values(self, word: str) -> int | str | None:
         """Return None if a word is an option with a value, ``"?"`` if that may be left out."""

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         from halfstep._tools.doctor.hardware import inspect_machine
 
         machine = inspect_machine()
-    checkup, unread = _read(arguments.scripts, machine)
+    checkup, unread = _read(arguments.scripts)
     scripts = [path for path in arguments.scripts if path not in unread]
     problem = CommandError("\n".join(unread.values()))
     if unread and not scripts:
@@ -88,7 +88,7 @@ def _nothing_found(scripts: list[Path]) -> str:
     return f"{files}: nothing was checked: no autocast, scaler, optimizer or backward()"
 
 
-def _read(scripts: list[Path], machine: MachineReport | None) -> tuple[Checkup, dict[Path, str]]:
+def _read(scripts: list[Path]) -> tuple[Checkup, dict[Path, str]]:
     """Return the findings of the scripts, and why those that cannot be read cannot."""
     from halfstep._tools.doctor.doctor import check_file
     from halfstep._tools.doctor.finding import Checkup
@@ -96,7 +96,7 @@ def _read(scripts: list[Path], machine: MachineReport | None) -> tuple[Checkup, 
     findings, unread = [], {}
     for path in scripts:
         try:
-            findings += check_file(path, machine)
+            findings += check_file(path)
         except OSError as error:
             unread[path] = f"{path}: {reason(error, path)}"
         except SyntaxError as error:

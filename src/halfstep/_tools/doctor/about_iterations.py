@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from halfstep._tools.doctor import finding as catalog
 from halfstep._tools.doctor import iteration
 from halfstep._tools.doctor.finding import Finding
 from halfstep._tools.doctor.iteration import Call, Iteration, finding, next_iteration
@@ -23,10 +22,6 @@ _RELEVANT = re.compile(rf"zero_grad|update|clip|clamp_|div_|mul_|{_OPAQUE.patter
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
-_CLEARS = re.compile(r"zero_?grad|^zero_$|set_to_none|clear_?grad|^grad$", re.I)
-"""A pattern for names in code that clears gradients."""
-_TAKEN = re.compile(r"scale|skip|finite|inf\b|nan\b|overflow|taken|outcome", re.I)
-"""A pattern for conditions that a step was taken."""
 _NO_SAVE = re.compile(r"load|resume|restart|restore|recover|print|isinstance", re.I)
 """A pattern for functions that take a scaler without saving it."""
 
@@ -47,9 +42,6 @@ def findings(program: Program) -> Iterator[Finding]:
             if is_whole and not isinstance(root.node, ast.Module):  # a loop elsewhere repeats it
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
-        yield from _schedules(program, root)
-        yield from _never_zeroed(program, root)
-        yield from _never_stepped(program, root)
     yield from _never_saved(program)
     yield from _closures(program)
 
@@ -64,86 +56,13 @@ def _before(program: Program, root: Root) -> Iteration:
     if any(map(program.is_backward, root.sites)):
         return Iteration()
     steps = [dotted(site.owner) for site in root.sites if program.is_scaler_step(site)]
-    own = root.sites[:1]
-    near = [site for site in program.sites if any(_are_near(site, each) for each in own)]
+    name = root.sites[0].scope.class_name if root.sites else ""
+    near = [site for site in program.sites if name and site.scope.class_name == name]
     scalers = {program.scaled_by(site) for site in near if program.is_backward(site)}
     is_stepped = any(map(program.is_scaler_step, near))
     if not steps and (is_stepped or len(scalers) != 1 or "" in scalers):
         return Iteration()
     return Iteration(losses=frozenset({1}), scaler=(steps or sorted(scalers))[0])
-
-
-def _are_near(one: Site, other: Site) -> bool:
-    """Return whether two calls are in methods of one class."""
-    return bool(one.scope.class_name) and one.scope.class_name == other.scope.class_name
-
-
-def _schedules(program: Program, root: Root) -> Iterator[Finding]:
-    sites = root.sites
-    steps = [site for site in sites if program.is_scaler_step(site)]
-    for site in sites:
-        call = site.call
-        if site.method != "step" or call.args or call.keywords:
-            continue
-        if not program.meaning.is_scheduler(site.owner, site.scope):
-            continue
-        scheduler = dotted(site.owner)
-        beside = [
-            s for s in steps if s.around("loop") == site.around("loop") and not s.excludes(site)
-        ]
-        gates = {
-            text
-            for text, test in site.tests.items()
-            if "sched" not in text.lower() or _waits(program, test, site.scope)
-        }
-        ungated = [step for step in beside if gates <= step.tests.keys()]
-        if not ungated or not scheduler:
-            continue
-        scaler, optimizer = dotted(ungated[0].owner), _optimizer_of(ungated[0])
-        known = {"scheduler": scheduler, "scaler": scaler, "optimizer": optimizer}
-        yield catalog.finding("scheduler-ungated", site.line, [scheduler, scaler], **known)
-
-
-def _waits(program: Program, test: ast.expr | None, scope: NameScope) -> bool:
-    """Return whether a condition may ask for a step that was taken, not only for a schedule."""
-    known = [] if test is None else [(test, scope), *program.meaning.candidates(test, scope)]
-    return any(_TAKEN.search(ast.unparse(each[0])) for each in known if each is not None)
-
-
-def _never_stepped(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield findings about optimizers that are stepped only where nothing is scaled."""
-    plain = [site for site in root.sites if program.is_optimizer_step(site)]
-    names = {dotted(site.owner) for site in plain}
-    for step in filter(program.is_scaler_step, root.sites):
-        beside = [site for site in root.sites if not site.excludes(step)]
-        scaled = {_optimizer_of(site) for site in beside if program.is_scaler_step(site)}
-        used = {dotted(e) for s in beside if s.method != "unscale_" for e in arguments(s.call)}
-        used |= {dotted(site.owner) for site in beside if site.method == "step"}
-        own = _optimizer_of(step)
-        twins = [s.arms for s in plain if s not in beside and dotted(s.owner) == own]
-        for site in plain if scaled <= names else ():  # else there may be a loop over all of them
-            name = dotted(site.owner)
-            if site.arms in twins and name not in used:
-                where = f"where the loss is scaled, as in line {step.line}"
-                scaler = dotted(step.owner)
-                yield finding("step-missing", site.line, scaler=scaler, optimizer=name, where=where)
-
-
-def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield a finding about a loop whose gradients are never cleared."""
-    looped = [site for site in root.sites if site.around("loop")]
-    steps = [s for s in looped if program.is_optimizer_step(s) or program.is_scaler_step(s)]
-    backward = next(filter(program.is_backward, looped), None)
-    if not (steps and backward and program.makes_optimizer) or any(
-        map(_CLEARS.search, program.words)
-    ):
-        return
-    step = steps[0]
-    optimizer = _optimizer_of(step) if program.is_scaler_step(step) else dotted(step.owner)
-    passed = (dotted(each) for s in looped if s not in steps for each in arguments(s.call))
-    if optimizer in passed:  # another function may clear them
-        return
-    yield catalog.finding("gradients-never-zeroed", step.line, [optimizer], optimizer=optimizer)
 
 
 def _never_saved(program: Program) -> Iterator[Finding]:
@@ -165,22 +84,20 @@ def _is_handed_on(program: Program, name: str) -> bool:
     """
     last, calls = name.rpartition(".")[2], program.meaning.names.calls
     for node in ast.walk(program.tree):
-        parts: list[ast.expr | None] = []
+        parts: Iterable[ast.AST | None] = ()
         match node:
-            case ast.Attribute(value=owner, attr=attribute) if attribute == "state_dict":
-                if dotted(owner).rpartition(".")[2] == last:
-                    return True
-            case ast.Call(func=called, args=args, keywords=keywords) if (
-                node not in calls and not _NO_SAVE.search(ast.unparse(called))
+            case ast.Attribute(value=owner, attr="state_dict"):
+                parts = [owner]
+            case ast.Call(func=called) if node not in calls and not _NO_SAVE.search(
+                ast.unparse(called)
             ):
-                parts = [*args, *(keyword.value for keyword in keywords)]
+                parts = arguments(node)
             case ast.Return(value=value) | ast.Assign(value=value):
                 parts = [value]
-            case ast.Dict(values=values):
-                parts = [*values]
-            case ast.Tuple(elts=elts, ctx=ast.Load()) | ast.List(elts=elts, ctx=ast.Load()):
-                parts = [*elts]
-        if any(part is not None and dotted(part).rpartition(".")[2] == last for part in parts):
+            case ast.Dict() | ast.Tuple(ctx=ast.Load()) | ast.List(ctx=ast.Load()):
+                parts = ast.iter_child_nodes(node)
+        names = (dotted(part) for part in parts if isinstance(part, ast.expr))
+        if any(each.rpartition(".")[2] == last for each in names):
             return True
     return False
 
@@ -192,18 +109,8 @@ def _closures(program: Program) -> Iterator[Finding]:
             inner = (each for each in program.sites if each.scope.node is function)
             scales = next(filter(None, map(program.scaled_by, inner)), "")
             if scales:
-                stepped = dotted(site.owner)
-                known = {"scaler": scales, "optimizer": stepped}
+                known = {"scaler": scales, "optimizer": dotted(site.owner)}
                 yield finding("scaler-bypassed", site.line, program.updates(scales), **known)
-        if not program.is_scaler_step(site) or len(site.call.args) < 2:
-            continue
-        scaler = program.meaning.scaler(site.owner, site.scope)
-        if scaler is not None and scaler.is_torch:
-            optimizer, closure = map(ast.unparse, site.call.args[:2])
-            name = dotted(site.owner)
-            yield finding(
-                "closure-not-unscaled", site.line, scaler=name, closure=closure, optimizer=optimizer
-            )
 
 
 # --- the iterations along the paths ---------------------------------------------------------------

@@ -76,8 +76,7 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
                 continue
             around = site.inside[site.autocast_at]
             if trains or around.is_decorator:
-                what = "autocast to float16 trains without a scaler"
-                yield finding("fp16-without-scaler", around.line, what=what)
+                yield finding("fp16-without-scaler", around.line)
 
 
 def _never_lowered(program: Program) -> Iterator[Finding]:
@@ -131,16 +130,6 @@ def _function_of(program: Program, node: ast.expr, scope: NameScope) -> str:
     return program.meaning.qualified(node.func if isinstance(node, ast.Call) else node, scope)
 
 
-def lowered(program: Program) -> dict[tuple[str, str], int]:
-    """Return the lines of the autocasts by their dtype and device, empty if uncertain."""
-    found: dict[tuple[str, str], int] = {}
-    for site in program.sites:
-        if site.autocast is not None:
-            key = site.autocast.dtype, site.autocast.device
-            found.setdefault(key, site.inside[site.autocast_at].line)
-    return found
-
-
 def _is_plain_backward(program: Program, site: Site) -> bool:
     """Return whether a call is the backward pass of a loss without any factor."""
     if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
@@ -168,12 +157,10 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     scaled: dict[str, SourceScaler] = {}  # made elsewhere; on if autocast's switch decides
     for site in program.sites:
         if name := program.scaled_by(site):
-            is_on = program.arm_of(site, switches) == 0 or None
-            scaled[name] = SourceScaler(is_torch=False, enabled=is_on)
+            scaled[name] = SourceScaler(program.arm_of(site, switches) == 0 or None)
     for name, scaler in (scaled | program.scalers).items():
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
-            what = f"`{name}` scales losses of training"
-            yield finding("scaler-with-bf16", scaler.line or line, [name], what=what, scaler=name)
+            yield finding("scaler-with-bf16", scaler.line or line, [name], scaler=name)
 
 
 def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
@@ -241,7 +228,8 @@ def _elsewhere(program: Program, lowered: str) -> str:
     if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
         return "tensors are moved to cuda"
     names_no_device = not any(map(_MOVING.search, {*program.words, *program.imported}))
-    if lowered == "cuda" and not moves and program.makes_optimizer and names_no_device:
+    made = (program.meaning.makes_optimizer(site.call, site.scope) for site in program.sites)
+    if lowered == "cuda" and not moves and names_no_device and any(made):
         return "the model stays on cpu"
     return ""
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep._common.numbers import listed, things
-from halfstep._tools.doctor import about_hooks, about_iterations, about_precision, hardware
+from halfstep._tools.doctor import about_iterations, about_precision
 from halfstep._tools.doctor.finding import Finding
-from halfstep._tools.doctor.hardware import MachineReport
 from halfstep._tools.doctor.read_program import Program
 
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "fp16", "step"}
@@ -20,34 +19,18 @@ _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "fp16", "step"
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
 
 
-def check_file(path: Path, machine: MachineReport | None = None) -> list[Finding]:
-    """Check a Python file; with a measured machine also whether that is fast at its dtypes.
-
-    Raises:
-        OSError: The file cannot be read.
-        SyntaxError: The file is not valid Python; the error has the line.
-    """
-    return check_source(path.read_bytes(), str(path), machine)
+def check_file(path: Path) -> list[Finding]:
+    """Check a Python file; a SyntaxError has the line that is not valid."""
+    return check_source(path.read_bytes(), str(path))
 
 
-def check_source(
-    source: str | bytes, name: str = "<source>", machine: MachineReport | None = None
-) -> list[Finding]:
-    """Check Python source; ``name`` is its name in the findings.
-
-    Raises:
-        SyntaxError: The source is not valid Python.
-    """
+def check_source(source: str | bytes, name: str = "<source>") -> list[Finding]:
+    """Check Python source; ``name`` is its name in the findings."""
     text = source if isinstance(source, str) else source.decode("utf-8", "replace")
     program = Program(ast.parse(source, name))
     if _NEEDED.isdisjoint(program.words):
         return []
-    found = (
-        *about_iterations.findings(program),
-        *about_precision.findings(program),
-        *about_hooks.findings(program),
-        *(hardware.slower(about_precision.lowered(program), machine) if machine else ()),
-    )
+    found = (*about_iterations.findings(program), *about_precision.findings(program))
     lines = text.splitlines()
     kept = (replace(each, file=name) for each in found if not _is_allowed(each, lines))
     return list(dict.fromkeys(kept))

@@ -41,9 +41,6 @@ class Finding:
     file: str = ""
     line: int = 0
 
-    def __post_init__(self) -> None:
-        assert self.id in CATALOG, self.id
-
     @property
     def severity(self) -> Severity:
         """The severity of its id."""
@@ -81,11 +78,7 @@ def finding(id: str, line: int = 0, names: Iterable[str] = (), **values: object)
 
 
 class Checkup(tuple[Finding, ...]):
-    """The findings of one checkup, worst first; ``str()`` is the text to read.
-
-    Args:
-        findings: The findings in any order; duplicates are dropped.
-    """
+    """The findings of one checkup, worst first and each once; ``str()`` is the text to read."""
 
     def __new__(cls, findings: Iterable[Finding] = ()) -> Self:
         return super().__new__(cls, sorted(dict.fromkeys(findings), key=_order))

@@ -13,31 +13,9 @@ from typing import Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
 from halfstep._common.numbers import seconds
 from halfstep._pytorch.devices import has_safe_float16
-from halfstep._tools.doctor.finding import Finding, finding
-
-
-def slower(lowered: Mapping[tuple[str, str], int], machine: MachineReport) -> Iterator[Finding]:
-    """Yield findings about dtypes of a script that the machine computes slower than float32.
-
-    ``lowered`` has the lines by dtype and device, as the source shows them.
-    """
-    for (dtype, device), line in lowered.items():
-        name = next((name for name, known in DTYPES.items() if dtype_name(known) == dtype), "fp32")
-        ratio = machine.speeds.ratios["matmul"][name]
-        limit = 1 / WORTH_IT if not machine.speeds.noise else 1 / WORTH_IT**4
-        if device in ("", machine.device) and ratio < limit:
-            cure = (
-                f"use {machine.advice.precision} on this machine; on another, run the doctor there"
-            )
-            yield finding("slower-dtype", line, [dtype], dtype=dtype, ratio=ratio, cure=cure)
-
-
-# --- speeds and advice ----------------------------------------------------------------------------
-
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
@@ -139,12 +117,8 @@ class Speeds:
 def measure_speeds(device: str, seconds: float = 1.5) -> Speeds:
     """Measure all dtypes in turn, so that other programs slow all of them equally.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: Approximate duration, without the first calls; up to ``LONGEST`` times as long if
-            the best times differ.
-
-    Sync: many.
+    It takes about ``seconds`` after the first calls, up to ``LONGEST`` times that if the best times
+    differ. Sync: many.
     """
     works = [work for kind in ("matmul", "conv") for work in _works(kind, device)]
     with torch.no_grad():

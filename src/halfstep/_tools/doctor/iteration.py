@@ -38,11 +38,6 @@ class Iteration:
     updated: frozenset[tuple[str, int]] = frozenset()  # scalers updated since backward, lines
     made: frozenset[tuple[str, tuple[ast.AST, ...], int]] = frozenset()  # scalers, loops, lines
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a step has used the gradients."""
-        return bool(self.used)
-
     def steps_of(self, optimizer: str) -> list[int]:
         """Return the lines of the scaler's steps that have used the gradients, 0 of plain ones."""
         return [line for key, line in self.used if key == optimizer]
@@ -87,7 +82,7 @@ def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> I
     if scaled > 1:
         report("scaled-twice", call.line, **call.names)
     fresh = Iteration(unscaled=now.unscaled, stepped=now.stepped, made=now.made)
-    if now.losses and not (now.is_used or now.is_dropped):
+    if now.losses and not (now.used or now.is_dropped):
         fresh = replace(
             fresh,
             losses=now.losses,
@@ -132,7 +127,7 @@ def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Ite
 
 def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> None:
     is_unscaled = 0 in now.losses or (max(now.losses) < 0 and is_idle)
-    if _check_scale(now, call, report) or now.is_used:
+    if _check_scale(now, call, report) or now.used:
         return
     if is_unscaled and not now.is_dropped:
         report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
@@ -164,7 +159,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``optimizer.step()``."""
     steps = now.steps_of(call.optimizer)
     is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
-    is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them
+    is_late = bool(now.used) and min(now.losses, default=0) <= 0  # others may have used them
     names = {"scaler": now.scaler or "scaler", **call.names}
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
     if is_known and any(steps):
@@ -180,7 +175,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
 def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``scaler.update()``."""
     is_checked = any(scaler == call.scaler for scaler, *_ in now.unscaled | now.stepped)
-    if now.is_scaled and not now.is_used and not is_checked:
+    if now.is_scaled and not now.used and not is_checked:
         report("update-before-step", call.line, optimizer="optimizer", **call.names)
     return replace(
         now,
@@ -192,12 +187,12 @@ def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
 
 def after_zero_grad(now: Iteration) -> Iteration:
     """Return the state after gradients were dropped."""
-    return replace(now, is_dropped=bool(now.losses) and not now.is_used)
+    return replace(now, is_dropped=bool(now.losses) and not now.used)
 
 
 def after_clip(now: Iteration, call: Call) -> Iteration:
     """Return the state after gradients were clipped without unscaling them."""
-    if now.is_scaled and not now.is_unscaled and not now.is_used:
+    if now.is_scaled and not now.is_unscaled and not now.used:
         return replace(now, clipped=call.line, decided=call.decided)
     return now
 

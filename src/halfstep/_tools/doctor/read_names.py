@@ -67,7 +67,6 @@ class FileNames:
         self.calls: dict[ast.Call, Function] = {}  # calls of functions of the file
         self.bases: dict[str, list[str]] = {}  # base classes in the file, by class
         self.inheriting: set[str] = set()  # classes with a base class in any file
-        self.differentiated: set[str] = set()  # subclasses of torch.autograd.Function
         self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
         for statement in tree.body:
@@ -103,8 +102,6 @@ class FileNames:
                 outer, self._class = self._class, node.name
                 names = [dotted(base) for base in node.bases]
                 self.inheriting |= {node.name} if names else set()
-                if any(name.endswith("Function") for name in names):
-                    self.differentiated.add(node.name)
                 # Only classes that were read before, so that there are no cycles.
                 self.bases[node.name] = [name for name in names if name in self.bases]
                 self._children(node)

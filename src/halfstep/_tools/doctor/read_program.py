@@ -130,7 +130,8 @@ class Program:
         if site.method != "backward":
             return False
         is_inherited = isinstance(site.owner, ast.Call) and dotted(site.owner.func) == "super"
-        return _first(site) not in ("ctx", "context") and not is_inherited
+        is_of_function = any(dotted(each) in ("ctx", "context") for each in site.call.args[:1])
+        return not (is_of_function or is_inherited)
 
     def scaled_by(self, site: Site) -> str:
         """Return the scaler that scales the loss of a backward pass; empty if none does."""
@@ -156,11 +157,6 @@ class Program:
     def is_optimizer_step(self, site: Site) -> bool:
         """Return whether a call steps an optimizer without a scaler."""
         return site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope)
-
-    @cached_property
-    def makes_optimizer(self) -> bool:
-        """Whether a call creates an optimizer without master weights."""
-        return any(self.meaning.makes_optimizer(site.call, site.scope) for site in self.sites)
 
     @cached_property
     def built(self) -> list[Built]:
@@ -236,10 +232,6 @@ class Program:
     def updates(self, scaler: str) -> bool:
         """Return whether the file updates a scaler."""
         return any(s.method == "update" and dotted(s.owner) == scaler for s in self.sites)
-
-
-def _first(site: Site) -> str:
-    return dotted(site.call.args[0]) if site.call.args else ""
 
 
 def _calls_in(nodes: Sequence[ast.AST]) -> set[str]:

@@ -102,17 +102,6 @@ class Site:
         return [around.node for around in self.inside if around.kind == kind]
 
     @property
-    def tests(self) -> dict[str, ast.expr | None]:
-        """The conditions around it, by text, with the operands of ``and`` and ``or`` apart."""
-        found: dict[str, ast.expr | None] = {}
-        for around in self.inside:
-            test = getattr(around.node, "test", None) if around.kind == "arm" else None
-            parts = test.values if isinstance(test, ast.BoolOp) else [test] if test else []
-            found |= {condition_of(part, 0)[0]: part for part in parts}
-            found |= {around.arm[0]: None} if around.kind == "arm" and not parts else {}
-        return found
-
-    @property
     def arms(self) -> dict[str, int]:
         """The arms around it, by condition."""
         return dict(around.arm for around in self.inside if around.kind == "arm")

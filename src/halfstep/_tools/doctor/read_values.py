@@ -11,14 +11,12 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from halfstep._common.formats import dtype_name
-from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, arguments, dotted
+from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, dotted
 
 _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
 _MISSING: Any = object()
 _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 _OF_OPTIMIZERS = re.compile(r".*optim|opt$|opt_|.*_opt$")  # and not "options"
-_OF_VALUES = re.compile(r"(loss|weight|decay|beta|kl|temp\w*|noise|momentum|dropout|mask)_sched")
-"""A pattern for schedules of other values than the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class SourceAutocast:
 class SourceScaler:
     """A GradScaler, as far as the source shows it."""
 
-    is_torch: bool
     enabled: bool | None  # None if uncertain
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, schedule=Static())
     line: int = 0  # where it is created; 0 if elsewhere
@@ -202,18 +199,9 @@ class Meaning:
         """Return whether ``node`` is a learning rate schedule, or is named like one."""
 
         def makes_scheduler(call: ast.Call, scope: NameScope) -> bool:
-            name = self.qualified(call.func, scope)
-            return name.startswith("torch.optim.lr_scheduler.")
+            return self.qualified(call.func, scope).startswith("torch.optim.lr_scheduler.")
 
-        def makes_other(call: ast.Call, scope: NameScope) -> bool:
-            is_class = dotted(call.func).rpartition(".")[2][:1].isupper()
-            return is_class and not any(self.is_optimizer(e, scope) for e in arguments(call))
-
-        name = _last_name(node)
-        is_named = "sched" in name and not _OF_VALUES.search(name)
-        if is_named and not self._is_made_by(makes_other, node, scope):
-            return True
-        return self._is_made_by(makes_scheduler, node, scope)
+        return "sched" in _last_name(node) or self._is_made_by(makes_scheduler, node, scope)
 
     def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
         """Return whether a context or decorator records gradients, None if unchanged or unknown."""
@@ -276,7 +264,6 @@ class Meaning:
         is_static = isinstance(schedule, ast.Call) and dotted(schedule.func).endswith("Static")
         given = argument(node, "enabled", first + 4)
         return SourceScaler(
-            name.startswith("torch."),
             self._flag(given, scope),
             is_static,
             node.lineno,

@@ -98,10 +98,6 @@ class RankRecord:
         """Return the events of one kind in order, as a list to add to."""
         return self._events.setdefault(kind, [])
 
-    @property
-    def steps(self) -> list[Step]:
-        return self.of(Step)
-
     def take(self, number: int, line: bytes) -> None:
         """Add the event of a line; cut and damaged lines are counted and left out."""
         try:
@@ -236,10 +232,8 @@ def read_rank(path: Path, number: int) -> RankRecord:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the record in a folder, or of one of its files, also while it is being written."""
+    """Read the record in a folder, also while it is being written."""
     folder = Path(path)
-    if folder.is_file():
-        folder = folder.parent
     files = files_in(folder)
     if not files:
         what = "holds no record (rank0.jsonl)" if folder.is_dir() else "does not exist"
@@ -256,7 +250,7 @@ def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
     for rank in others:
         new = [note for note in rank.of(Note) if note not in first.of(Note)]
         notes += [Note(note.step, f"rank {rank.number}: {note.text}") for note in new]
-    differ = (_first_disagreement(first.steps, other) for other in others)
+    differ = (_first_disagreement(first.of(Step), other) for other in others)
     notes += [note for note in differ if note is not None]
     error, error_rank = _first_error(ranks)
     return Run(
@@ -295,8 +289,8 @@ def _joined_steps(ranks: Iterable[RankRecord]) -> Iterator[Step]:
     In a pipeline only the last stage has a loss; each replica of a model has the loss of its batch.
     """
     first, *others = ranks
-    waiting = {other.number: deque(other.steps) for other in others}
-    for step in first.steps:
+    waiting = {other.number: deque(other.of(Step)) for other in others}
+    for step in first.of(Step):
         alike = {first.number: step}
         for other, its in waiting.items():
             while its and its[0].step < step.step:
@@ -333,7 +327,7 @@ def _mean(values: list[float]) -> float | None:
 
 def _first_disagreement(first: Sequence[Step], other: RankRecord) -> Note | None:
     """Return the first step that another rank has made in another way than the first rank."""
-    for mine, its in zip(first, other.steps, strict=False):
+    for mine, its in zip(first, other.of(Step), strict=False):
         if (mine.taken, mine.scale_after) != (its.taken, its.scale_after):
             text = (
                 f"{RANKS_DISAGREE} from step {mine.step} on: rank {other.number} {_verdict(its)}, "

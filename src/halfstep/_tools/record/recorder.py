@@ -117,11 +117,7 @@ class Recorder:
     is_diagnosing = False
 
     def __init__(
-        self,
-        writer: LineWriter | LateWriter,
-        models: Models,
-        every: int,
-        sinks: Sequence[Sink],
+        self, writer: LineWriter | LateWriter, models: Models, every: int, sinks: Sequence[Sink]
     ) -> None:
         self.num_steps = self._num_ended = 0
         self._rounds = Rounds()

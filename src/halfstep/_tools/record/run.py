@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 
 from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE
 from halfstep._common.numbers import listed, percent
+from halfstep._common.text import Severity
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics
@@ -32,6 +33,18 @@ TORCH_SCALER = "torch.amp.GradScaler scales the losses"
 CLIPPED_EARLY = "clipped before they are unscaled"
 OWN_PRECISION = "the script has its own"  # autocast or GradScaler, which --amp leaves as it is
 WRONG_STEP = "a step was wrong, as it is with torch.amp"
+NEVER_ACTED = "never acted"  # a policy, or a rule of it
+NOTE_SEVERITIES: dict[str, Severity] = {
+    RANKS_DISAGREE: "bad",
+    PAST_THE_SCALER: "bad",
+    HOOKS_AND_SCALE: "warning",
+    TORCH_SCALER: "warning",
+    CLIPPED_EARLY: "warning",
+    WRONG_STEP: "warning",
+    NOT_WRITTEN: "warning",
+    NEVER_ACTED: "warning",
+}
+"""By what a note says; others are notices."""
 NO_STEP = (
     "no optimizer step was seen: the program made none, steps by hand, or trains in processes that "
     "halfstep cannot reach"
@@ -307,11 +320,6 @@ class Run:
     error_rank: int | None  # the rank of that error
     without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
     is_running: bool  # whether a process writes it
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the last segment has an end on all ranks."""
-        return not self.without_end
 
     @property
     def num_steps(self) -> int:

@@ -27,15 +27,7 @@ from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import distributed, modes, storages
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.storages import ByMemory, is_made_of_others, parts_of
-from halfstep._tools.measure import (
-    MINUS_INF,
-    NAN,
-    badness,
-    bytes_of,
-    extremes,
-    is_finite,
-    is_mask,
-)
+from halfstep._tools.measure import MINUS_INF, NAN, badness, bytes_of, extremes, is_finite, is_mask
 from halfstep._tools.replay import ABSORBED, NO_END
 from halfstep._tools.replay.observer import OpCall, OpKey, OpObserver
 from halfstep._tools.replay.replay import Replayer, StepRun

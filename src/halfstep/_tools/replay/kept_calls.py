@@ -387,7 +387,7 @@ def _again(
         call.random.restore()
     for module, name, buffer, version, values in call.buffers:
         if autograd.version_of(buffer) != version:
-            with torch.no_grad(), restoring():
+            with torch.no_grad(), restoring.on():
                 buffer.copy_(values)
         if getattr(module, name) is not buffer:  # call replaced the buffer
             setattr(module, name, buffer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,6 +16,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import compiler, distributed, modes
 from halfstep._pytorch.storages import any_made_of_others
+from halfstep._tools.patches import ThreadFlag
 from halfstep._tools.replay.undo import UndoLog
 from halfstep._tools.trace.ops import OpMode, OpPlace, RunningModules, op_name, written_to
 from halfstep._tools.trace.rows import Phase
@@ -142,21 +142,8 @@ class FoundModules(RunningModules):
         self.add(model)
 
 
-class _Thread(threading.local):
-    restores = False
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def restoring() -> Iterator[None]:
-    """Show no op of the block to observers: the loop has not called them. They are undone."""
-    _thread.restores = True
-    try:
-        yield
-    finally:
-        _thread.restores = False
+restoring = ThreadFlag()
+"""On while observers are shown no op: the loop has not called them. They are undone."""
 
 
 class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
@@ -201,7 +188,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         """Run an op, and show it to the observer; raise ``RanksError`` if it waits for others."""
         if self.is_paused:
             return func(*args, **kwargs)
-        if _thread.restores:
+        if restoring.is_on:
             for tensor in tensors_in(written_to(func, args, kwargs)):
                 self._undo.note_write(tensor)
             return func(*args, **kwargs)

@@ -27,7 +27,7 @@ from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler, GuardScaler
 from halfstep._scaler.access import begin_anew
 from halfstep._tools.measure import is_finite
-from halfstep._tools.patches import Around, Patches, subclasses, watch_steps
+from halfstep._tools.patches import Around, Patches, ThreadFlag, subclasses, watch_steps
 from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._tools.replay.undo import UndoLog
@@ -163,7 +163,7 @@ class Replayer:
             modules = FoundModules(self._outermost, undo, owners)
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
-                stack.callback(patches.undo)
+                stack.enter_context(patches)
                 if self.is_kept:
                     _stop_when_settled(patches, observer, run)
                 watch_backward(patches, observer, begins_without=self.is_kept)
@@ -203,26 +203,18 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-class _Thread(threading.local):
-    is_replaying = False
-
-
-_thread = _Thread()
+_replaying = ThreadFlag()
 
 
 def is_replaying() -> bool:
-    return _thread.is_replaying
+    return _replaying.is_on
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
     """Mark the block as a replay, so that recorders and runners ignore it."""
-    before, _thread.is_replaying = _thread.is_replaying, True
-    try:
-        with unobserved():
-            yield
-    finally:
-        _thread.is_replaying = before
+    with _replaying.on(), unobserved():
+        yield
 
 
 def _here(around: Around) -> Around:

@@ -11,6 +11,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -149,8 +150,9 @@ class UndoLog:
 
     def restore(self) -> None:
         """Restore everything bit for bit, including tensor versions, even if a part fails."""
-        with torch.no_grad():
-            _call_all(self._restoring())
+        with torch.no_grad(), ExitStack() as stack:
+            for put_back in reversed([*self._restoring()]):
+                stack.callback(put_back)
         self._saved, self._born = ByMemory(), ByMemory()
 
     def _restoring(self) -> Iterator[Callable[[], object]]:
@@ -169,18 +171,6 @@ class UndoLog:
         for generator, state in self._generators.values():
             yield partial(generator.set_state, state)
         yield self._random.restore
-
-
-def _call_all(functions: Iterator[Callable[[], object]]) -> None:
-    """Call all functions even if some fail, then raise the last error."""
-    error: BaseException | None = None
-    for function in functions:
-        try:
-            function()
-        except BaseException as each:
-            error = each
-    if error is not None:
-        raise error
 
 
 class _Saved:

@@ -29,8 +29,6 @@ _DEFAULT_SCALE = 2.0**16
 _AVERAGE = "average the loss where it is a sum, as over pixels, or divide it by a constant;"
 MANIFOLD = 10.0
 """The factor from which on a loss has risen, whatever the training."""
-NEVER_ACTED = "never acted"
-"""What a note of ``halfstep run`` says of a rule."""
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:

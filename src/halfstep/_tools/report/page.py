@@ -26,13 +26,11 @@ from halfstep._tools.report.about_steps import when
 from halfstep._tools.report.compare_runs import RunComparison
 from halfstep._tools.report.page_curves import curves
 from halfstep._tools.report.page_layers import (
-    FIRST_LEVEL,
     HEADROOM,
     KIND_TITLES,
     LOST,
     NOT_FINITE,
     css,
-    dots,
     format_limits,
     heat,
     layer_table,
@@ -57,14 +55,6 @@ SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
     "bad": ("Problem", "something is wrong"),
 }
 """By severity, the label of a sentence, and the verdict on a run in which it is the worst."""
-EVIDENCE = {
-    "diagnoses": "the diagnosis",
-    "machine": "the run",
-    "policy": "the policy",
-    "skips": "the skipped steps",
-    "steps": "the curves",
-}
-"""The texts of links from a sentence to a part of the page; other links lead to a layer."""
 
 
 def render(summary: Summary, run: Run) -> str:
@@ -74,11 +64,7 @@ def render(summary: Summary, run: Run) -> str:
     maps, began, skipped = heat(summary, run), beginnings(run), run.skipped[:MOST_SKIPS]
     table = layer_table(summary) if summary.layers else None
     levels = [
-        {
-            "title": each.title,
-            "labels": each.labels,
-            "colours": [css(colour)[1:] for colour in each.colours[FIRST_LEVEL:]],
-        }
+        {"title": each.title, "labels": each.labels, "colours": [c[1:] for c in each.ramp]}
         for each in (HEADROOM, LOST)
     ]
     return _render(
@@ -96,7 +82,6 @@ def render(summary: Summary, run: Run) -> str:
         heat=maps,
         heat_data={"columns": maps.columns, "maps": levels} if maps else None,
         not_finite_colour=css(HEADROOM.colours[NOT_FINITE]),
-        dots=dots,
         table=table,
         limits=format_limits(table.axis) if table else (),
         formats=list(FORMATS),
@@ -138,7 +123,6 @@ def _environment() -> Environment:
         version=halfstep.__version__,
         n=numbers,
         severity_words=SEVERITY_WORDS,
-        evidence=EVIDENCE,
         kind_titles=KIND_TITLES,
         followed=FOLLOWED,
         island=_island,

@@ -172,13 +172,6 @@ MOST_COLUMNS, MOST_CELLS = 240, 160_000
 LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
-class HeatRow(NamedTuple):
-    """One layer of a heat map: name and worst values, and index in the summary."""
-
-    title: str
-    number: int
-
-
 class HeatMap(NamedTuple):
     """One picture."""
 
@@ -191,7 +184,7 @@ class Tab(NamedTuple):
     """The maps of one kind of tensor: headroom and underflow."""
 
     kind: Kind
-    rows: list[HeatRow]  # from top to bottom
+    rows: list[tuple[int, str]]  # from top to bottom: number in the summary, name and worst values
     row_height: int  # in pixels
     labels: list[tuple[float, str, str]]  # centre in pixels, text, full name: where there is room
     maps: list[HeatMap]
@@ -271,7 +264,7 @@ def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
     of_layers = [cells[kind, name] for name in names]
     return Tab(
         kind,
-        [HeatRow(_title(layer), number) for number, layer in numbered],
+        [(number, _title(layer)) for number, layer in numbered],
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])
@@ -384,14 +377,9 @@ class Levels(NamedTuple):
     level: Callable[[float], int]  # of a value
 
     @property
-    def bar(self) -> str:
-        """The colour bar as a stepped CSS gradient."""
-        levels = self.colours[FIRST_LEVEL:]
-        stops = (
-            f"{css(c)} {100 * i / len(levels):.4g}% {100 * (i + 1) / len(levels):.4g}%"
-            for i, c in enumerate(levels)
-        )
-        return f"linear-gradient(90deg,{','.join(stops)})"
+    def ramp(self) -> list[str]:
+        """The colours of the levels as CSS."""
+        return [css(colour) for colour in self.colours[FIRST_LEVEL:]]
 
 
 _MOST_BITS = 20
@@ -443,11 +431,6 @@ HEADROOM, LOST = _headroom_levels(), _lost_levels()
 
 
 # --- pictures -------------------------------------------------------------------------------------
-
-
-def dots(points: Iterable[tuple[float, float]]) -> str:
-    """Return a path of zero-length lines: round caps draw them as dots as wide as the stroke."""
-    return "".join(f"M{x:g} {y:g}h0" for x, y in points)
 
 
 def png(rows: Sequence[bytes], colours: Sequence[Colour]) -> bytes:

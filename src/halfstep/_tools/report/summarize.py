@@ -48,6 +48,7 @@ def summarize(run: Run) -> Summary:
         if step.reason == _OVERFLOW and step.scale is not None
     }
     layers, gradients = layers_and_gradients(run.samples, overflows, policies)
+    products = sum((Counter(each.num) for each in run.products), Counter[str]())
     return Summary(
         path=str(run.path),
         facts=_facts(run),
@@ -56,7 +57,7 @@ def summarize(run: Run) -> Summary:
             for model in run.models
         ),
         policies=policies,
-        products=dict(_products(run).most_common()),
+        products=dict(products.most_common()),
         lower=lower_of(policies),
         steps=_steps(run),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
@@ -81,7 +82,7 @@ def summarize(run: Run) -> Summary:
 def _facts(run: Run) -> Facts:
     header, times = run.header, {step.step: step.time for step in run.steps}
     distances = [after - before for before, after in pairwise(times.values())]
-    state: State = "ended" if run.has_ended else "running" if run.is_running else "no end"
+    state: State = "ended" if not run.without_end else "running" if run.is_running else "no end"
     return Facts(
         header=structs.replace(
             header, device=header.device or "unknown", machine=header.machine or "unknown"
@@ -102,10 +103,6 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
     """Return the policies in order, without repetitions due to restarts."""
     by_policy = groupby(run.policies, lambda seen: (seen.device, seen.dtype, seen.text))
     return tuple(next(alike) for _, alike in by_policy)
-
-
-def _products(run: Run) -> Counter[str]:
-    return sum((Counter(each.num) for each in run.products), Counter())
 
 
 # --- steps ----------------------------------------------------------------------------------------

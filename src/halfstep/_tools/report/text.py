@@ -11,17 +11,7 @@ from typing import Any
 from halfstep._common.numbers import count, listed, percent, things
 from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_line, say
 from halfstep._tools.json import to_plain
-from halfstep._tools.record.run import (
-    CLIPPED_EARLY,
-    HOOKS_AND_SCALE,
-    NOT_WRITTEN,
-    PAST_THE_SCALER,
-    RANKS_DISAGREE,
-    TORCH_SCALER,
-    WRONG_STEP,
-    Kind,
-    dtypes_text,
-)
+from halfstep._tools.record.run import NOTE_SEVERITIES, Kind, dtypes_text
 from halfstep._tools.report import about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import NOTABLE, Summary
@@ -32,10 +22,7 @@ SCHEMA = 1
 """The version of the ``--json`` output; it changes unless fields are only added."""
 ENOUGH = 10
 """Number of steps from which a run without problems is called well."""
-_GRADIENTS: dict[Kind, str] = {
-    "parameter_gradient": "a parameter",
-    "output_gradient": "an output",
-}
+_GRADIENTS: dict[Kind, str] = {"parameter_gradient": "a parameter", "output_gradient": "an output"}
 
 
 # --- sentences, the causes first ------------------------------------------------------------------
@@ -113,22 +100,9 @@ def _badness(sentence: Sentence) -> int:
     return SEVERITIES.index(sentence.severity)
 
 
-_SEVERITIES: dict[str, Severity] = {
-    RANKS_DISAGREE: "bad",
-    PAST_THE_SCALER: "bad",
-    HOOKS_AND_SCALE: "warning",
-    TORCH_SCALER: "warning",
-    CLIPPED_EARLY: "warning",
-    WRONG_STEP: "warning",
-    NOT_WRITTEN: "warning",
-    about_steps.NEVER_ACTED: "warning",
-}
-"""By what a note says; others are notices."""
-
-
 def _notes(summary: Summary) -> Iterator[Sentence]:
     for note in summary.notes:
-        severities = (each for said, each in _SEVERITIES.items() if said in note.text)
+        severities = (each for said, each in NOTE_SEVERITIES.items() if said in note.text)
         severity: Severity = next(severities, "notice")
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
         has_step = severity != "notice" or re.search(r"\bstep \d|first step", note.text)

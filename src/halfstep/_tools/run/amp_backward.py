@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modules import GLOBAL_BACKWARD_HOOKS
 from halfstep._scaler import GradScaler, LossScale, access
-from halfstep._tools.patches import Patches
+from halfstep._tools.patches import Patches, ThreadFlag
 from halfstep._tools.run.amp_forward import ScriptState
 
 
@@ -227,7 +226,7 @@ def _can_be_scaled(root: object) -> bool:
 # They see gradients as without the scale: divided before the hook and multiplied after it, which is
 # exact. A hook on lower-precision tensors sees float32, as it would without autocast.
 
-_thread = threading.local()
+_in_hook = ThreadFlag()
 
 
 class _Hook:
@@ -242,13 +241,10 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         running = self._backward.running
         # A pass inside of a hook has gradients without a scale.
-        if running is None or getattr(_thread, "is_in_hook", False):
+        if running is None or _in_hook.is_on:
             return self.hook(*args)
-        _thread.is_in_hook = True
-        try:
+        with _in_hook.on():
             return self._kind(self.hook, running, *args)
-        finally:
-            _thread.is_in_hook = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return _same, (self.hook,)

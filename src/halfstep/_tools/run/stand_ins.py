@@ -352,10 +352,8 @@ def replaced(policy: Policy, *, is_guarding: bool = False) -> Iterator[PolicyUse
             patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
         finder = AroundImports((_SHARDED, compiler.MODULE_OF_CONTEXTS), load)
         sys.meta_path.insert(0, finder)
-        try:
-            yield _use
-        finally:
-            sys.meta_path.remove(finder)
+        patches.callback(sys.meta_path.remove, finder)
+        yield _use
 
 
 def _export(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -284,11 +284,5 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     def _write_casts(self, row: Row, casts: list[Cast]) -> None:
         """Write casts without a subsequent op."""
-        self._rows.append(
-            replace(
-                row,
-                op="_to_copy",
-                inputs=tuple(cast.source for cast in casts),
-                casts=tuple(casts),
-            )
-        )
+        inputs = tuple(cast.source for cast in casts)
+        self._rows.append(replace(row, op="_to_copy", inputs=inputs, casts=tuple(casts)))

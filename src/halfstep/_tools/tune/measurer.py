@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, TypeVar
 from halfstep._autocast import Policy
 from halfstep._autocast.access import named
 from halfstep._common.formats import dtype_name
-from halfstep._tools.trace.rows import Row
 from halfstep._tools.trace.trace import trace
 from halfstep._tools.tune.module_check import Comparison, ModuleCheck, origins, worst_of
 from halfstep._tools.tune.passes import (
@@ -26,14 +25,6 @@ from halfstep._tools.tune.passes import (
 )
 
 _T = TypeVar("_T")
-
-
-def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
-    # Some modules run other ops if they have hooks, as they do in a comparison.
-    hooks = module_hooks(runner.task, lambda *_: None, lambda *_: None)
-    with trace(runner.task.model) as traced:
-        runner.step(hooks, lowered=True, scale=scale)
-    return traced.ops
 
 
 Islands: TypeAlias = tuple[str, ...]
@@ -106,10 +97,12 @@ class Measurer:
 
         def measure() -> dict[str, list[str]]:
             scale = self._comparison((), 0).scale
-            with self._runner((), 0) as runner:
-                rows = ops_of(runner, scale)
+            # Some modules run other ops if they have hooks, as they do in a comparison.
+            hooks = module_hooks(self.task, lambda *_: None, lambda *_: None)
+            with self._runner((), 0) as runner, trace(self.task.model) as traced:
+                runner.step(hooks, lowered=True, scale=scale)
             found: dict[str, dict[str, None]] = {}
-            for row in rows:
+            for row in traced.ops:
                 is_low = row.phase == "forward" and row.compute == dtype_name(self.lowering.dtype)
                 if is_low and (row.module or row.action != "lower"):
                     found.setdefault(row.module, {})[row.name] = None

@@ -13,13 +13,7 @@ from torch import nn
 from halfstep._autocast import Policy, settled_policy
 from halfstep._common.numbers import listed, percent, power, things
 from halfstep._common.text import aligned, status_line
-from halfstep._tools.tune.measurer import (
-    Islands,
-    IslandTrial,
-    Measurer,
-    module_of,
-    with_islands,
-)
+from halfstep._tools.tune.measurer import Islands, IslandTrial, Measurer, module_of, with_islands
 from halfstep._tools.tune.module_check import (
     OUTSIDE,
     BoundedError,

@@ -102,7 +102,7 @@ class LiveTrace:
         if modes.dispatch_modes():
             return "another dispatch mode is active"
         with ExitStack() as stack:
-            stack.callback(self._patches.undo)
+            stack.callback(self._patches.close)
             watch_backward(self._patches, self._tracker)
             self._patches.wrap(torch.autograd, "backward", self._backward)
             stack.enter_context(observe_ops(self.mode.places.under))

@@ -252,7 +252,7 @@ class Watch:
             raise CallOrderError("this watch is already on; make another one")
         patches = Patches()
         with ExitStack() as stack:
-            stack.callback(patches.undo)
+            stack.callback(patches.close)
             self._capture.install(patches)
             stack.enter_context(self._capture.keeping())
             stack.enter_context(observe(self))
