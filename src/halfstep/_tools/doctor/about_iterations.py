@@ -42,6 +42,7 @@ def findings(program: Program) -> Iterator[Finding]:
             if is_whole and not isinstance(root.node, ast.Module):  # a loop elsewhere repeats it
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
+        yield from _never_stepped(program, root)
     yield from _never_saved(program)
     yield from _closures(program)
 
@@ -63,6 +64,25 @@ def _before(program: Program, root: Root) -> Iteration:
     if not steps and (is_stepped or len(scalers) != 1 or "" in scalers):
         return Iteration()
     return Iteration(losses=frozenset({1}), scaler=(steps or sorted(scalers))[0])
+
+
+def _never_stepped(program: Program, root: Root) -> Iterator[Finding]:
+    """Yield findings about optimizers that are stepped only where nothing is scaled."""
+    plain = [site for site in root.sites if program.is_optimizer_step(site)]
+    names = {dotted(site.owner) for site in plain}
+    for step in filter(program.is_scaler_step, root.sites):
+        beside = [site for site in root.sites if not site.excludes(step)]
+        scaled = {_optimizer_of(site) for site in beside if program.is_scaler_step(site)}
+        used = {dotted(e) for s in beside if s.method != "unscale_" for e in arguments(s.call)}
+        used |= {dotted(site.owner) for site in beside if site.method == "step"}
+        own = _optimizer_of(step)
+        twins = [s.arms for s in plain if s not in beside and dotted(s.owner) == own]
+        for site in plain if scaled <= names else ():  # else there may be a loop over all of them
+            name = dotted(site.owner)
+            if site.arms in twins and name not in used:
+                where = f"where the loss is scaled, as in line {step.line}"
+                scaler = dotted(step.owner)
+                yield finding("step-missing", site.line, scaler=scaler, optimizer=name, where=where)
 
 
 def _never_saved(program: Program) -> Iterator[Finding]:
