@@ -1,4 +1,4 @@
-# Usage: ranks.py fork|spawn: two ranks, which are started here.
+# Usage: ranks.py fork|forkserver: two ranks, which are started here.
 import os
 import sys
 
