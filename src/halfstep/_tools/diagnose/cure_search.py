@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from textwrap import dedent
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from halfstep._common.numbers import listed, power
 from halfstep._gradients.gradients import parameters
 from halfstep._tools.diagnose.changes import Change as Edited
 from halfstep._tools.diagnose.changes import edited_lines, in_words
-from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, pasted, shown
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
     RECTIFIERS,
@@ -236,8 +235,8 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RUL
             if policy is None or rule in rules:
                 continue
             after = trial.blame(policy=policy)
-            is_moved = after is not None and after.phase == "backward" != blame.phase
-            scale = _scale_with(trial, policy) if is_moved else None
+            is_finite = partial(trial.is_finite, policy=policy)
+            scale = None if blame.phase == "backward" else _scale_with(trial, after, is_finite)
             if after is None or scale is not None:
                 changes: dict[str, Any] = {"policy": policy, "scale": scale or trial.scale}
                 wider, remarks = _with_siblings(trial, base, {**rules, rule: blame}, changes)
@@ -270,21 +269,17 @@ def _with_siblings(
     if not any([*kinds.values()].count(kinds[module]) > 1 for _, module, _ in bad.values()):
         return None, ()
     by_line = trial.shares_of_limits({op for op, _, _ in bad.values()}, **changes)
-    more, remarks = dict.fromkeys(rules), []
+    more, remarks = [*rules], []
     for rule, (op, module, _) in bad.items():
-        near = {
-            other: share
-            for shares in by_line.values()
-            for other, share in shares.items()
-            if module in shares and kinds.get(other) is kinds[module] and share * NEAR >= 1
-        }
-        of_others = [rule.replace(f"@{module}:", f"@{other}:") for other in near]
-        if len(near) > MOST_RULES and rule.startswith(f"{op}@"):
-            of_others = [f"{op}:fp32"]
-        more |= dict.fromkeys(of_others)
+        alike = [shares.items() for shares in by_line.values() if module in shares]
+        near = {o: s for o, s in chain(*alike) if kinds.get(o) is kinds[module] and s * NEAR >= 1}
+        is_of_op = len(near) > MOST_RULES and rule.startswith(f"{op}@")
+        more += (
+            [f"{op}:fp32"] if is_of_op else [rule.replace(f"@{module}:", f"@{o}:") for o in near]
+        )
         said = listed([f"{share:.0%} in {other}" for other, share in near.items()])
         remarks += [f"{op} of the same line reaches, of the limit, {said}"] if near else []
-    policy = _with_rules(base, [*more]) if remarks else None
+    policy = _with_rules(base, [*dict.fromkeys(more)]) if remarks else None
     is_finite = policy is not None and trial.is_finite(**{**changes, "policy": policy})
     return (policy, tuple(remarks)) if is_finite else (None, ())
 
@@ -308,11 +303,13 @@ def _with_rules(base: Policy, rules: list[str]) -> Policy | None:
         return None
 
 
-def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
-    """Return a scale at which the step is finite under a policy, or None."""
-    if trial.scale is None:
+def _scale_with(
+    trial: CureTrial, after: Blame | None, is_finite: Callable[..., bool]
+) -> float | None:
+    """Return a scale at which a step is finite whose backward pass goes bad after a change."""
+    if trial.scale is None or after is None or after.phase != "backward":
         return None
-    return _first_scale(trial.scale / 16, lambda each: trial.is_finite(policy=policy, scale=each))
+    return _first_scale(trial.scale / 16, lambda each: is_finite(scale=each))
 
 
 def _of_policy(
@@ -482,8 +479,7 @@ def _best(
 ) -> Cure | None:
     """Return the first cure without a flaw, else the one with the least, and with no giant loss.
 
-    If all that are finite are no cures, a note has the first, and what is returned is where to
-    look.
+    If all that are finite are no cures, a note has the first, and where to look is returned.
     """
     found: list[tuple[Flaw, Cure]] = []
     try:
@@ -703,7 +699,9 @@ def _of_edits(
         if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
         best = best or tried.calls
-        if (scale := _scale_of_edits(trial, now, blame, tried.blame)) is not None:
+        is_finite = partial(lambda now, scale: trial.edited(now, scale).blame is None, now)
+        is_moved = blame.where != tried.blame.where
+        if is_moved and (scale := _scale_with(trial, tried.blame, is_finite)) is not None:
             yield _judged_edits(trial, tried.calls, scale)
             return
         after = call_of(tried.calls, tried.blame)
@@ -765,13 +763,6 @@ def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None
     return replace(cure, changed=(calls.share, last, least) if calls.share or last else ())
 
 
-def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
-    """Return a smaller scale at which the step with edits is finite, or None."""
-    if trial.scale is None or after.phase != "backward" or before.where == after.where:
-        return None
-    return _first_scale(trial.scale / 16, lambda each: trial.edited(edits, each).blame is None)
-
-
 def _of_placed(
     calls: UserCalls, scale: float | None = None, *, is_finite: bool | None
 ) -> Cure | None:
@@ -788,7 +779,7 @@ def _of_changes(changes: Sequence[Edited]) -> Cure:
     lines = edited_lines(changes)
     if lines is None:
         return Cure("code", in_words(changes))
-    return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
+    return pasted(lines)
 
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:

@@ -337,7 +337,8 @@ def judge(
         if verdict == "range":
             cure = cure_search.of_range(trial, blame, bad, call)
             first = cure_search.of_inputs(trial, cure) if bad.is_overflow else None
-            return replace(judged, cure=first or cure)
+            judged = replace(judged, cure=first or cure)
+            return trial.usual.explain(judged) or judged
         may_grow = bad.is_overflow and bad.phase == "forward"
         grown = of_recurrence(trial, judged, call) if may_grow else None
         if grown is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from textwrap import dedent
@@ -151,6 +151,12 @@ class Cure:
     losses: tuple[Finite, ...] = ()
     remarks: tuple[str, ...] = ()
     changed: tuple[Finite, ...] = ()
+
+
+def pasted(edits: Sequence[LineEdit], *remarks: str) -> Cure:
+    """Return edits of the user's code as a cure that was not tried."""
+    text = "\n".join(dedent(edit.text) for edit in edits)
+    return Cure("code", text, edits=tuple(edits), remarks=remarks)
 
 
 @dataclass(frozen=True)

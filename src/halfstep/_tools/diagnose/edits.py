@@ -31,6 +31,8 @@ SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
+RATIO = "ratio"
+"""The slot that stands for both arguments of a ratio of new to old probabilities."""
 USUAL_NAMES = ("input", "other", "var")
 """The usual parameter names of the first arguments of PyTorch's functions."""
 
@@ -61,13 +63,15 @@ def item_of(slot: int | str) -> int | None:
 class Edit(NamedTuple):
     """Edit of a call."""
 
-    slots: tuple[int | str, ...]  # arguments, keywords, NARROW or CALL
+    slots: tuple[int | str, ...]  # arguments, keywords, NARROW, RATIO or CALL
     expression: Expression
     factor: float = 1.0  # for the small number
     told: str = ""  # the expression to show if a PyTorch module makes the call
 
     def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
         """Return the slots for the given arguments; none if the edit does not fit them."""
+        if RATIO in self.slots:
+            return (0, 1) if _are_probabilities(*args[:2]) else ()
         if NARROW not in self.slots:
             return self.slots
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -115,6 +119,13 @@ def _left_out(value: Any, eps: float) -> str | None:
         return None
     is_some = 0 < int((value == 0).sum()) < value.numel()
     return '{0}.masked_fill({0} == 0, float("inf"))' if is_some else None
+
+
+def _are_probabilities(new: Any, old: Any) -> bool:
+    """Return whether probabilities are divided by others of their shape, which are data."""
+    both = [v for v in (new, old) if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
+    is_ratio = len(both) == 2 and new.shape == old.shape and new.requires_grad > old.requires_grad
+    return is_ratio and all(bool(((v >= 0) & (v <= 1)).all()) for v in both)
 
 
 def _left_out_of_points(value: Any, eps: float) -> str | None:
@@ -296,7 +307,10 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "log2 log10 lgamma digamma mvlgamma entr": _LEAST,
     "polygamma xlogy xlog1py": (Edit((1,), _limited("eps", None)), *_LEAST),
     "log1p": (*(Edit((0,), _above_pole, factor) for factor in (1, 1e2)), Edit((0,), _smoothed)),
-    "div true_divide divide": (Edit((1,), _left_out), *_DIVISORS, *_AT_POINTS, *_FINITE),
+    "div true_divide divide": (
+        *(Edit((RATIO,), lambda _, eps: f"{{}} + {eps:g}", 0.1), Edit((1,), _left_out)),
+        *(*_DIVISORS, *_AT_POINTS, *_FINITE),
+    ),
     "rdiv rtruediv reciprocal": (Edit((0,), _left_out), *_LEAST, *_LARGER),
     "sqrt rsqrt": (*(Edit((0,), _raised_if_exact, factor) for factor in (1, 1e2)), *_LEAST),
     "pow float_power": (*_LEAST, *_LARGER, *_FINITE),

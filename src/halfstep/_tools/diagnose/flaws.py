@@ -27,8 +27,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     """Return what is against a change: a finite step alone is no cure if nothing is learned.
 
     A loss that stays at 0 has nothing to be learned; another one may fall later if the optimizer
-    makes small steps. A loss may rise for a while, as in a game of two models, unless values get no
-    gradient to come back.
+    makes small steps. A loss may rise for a while unless values get no gradient to come back.
     """
     if cure.is_finite is False:
         return Flaw.NOT_FINITE

@@ -252,8 +252,7 @@ def operand(tensor: Tensor, name: str) -> Operand:
 def _needs(call: OpCall) -> float | None:
     """Return the largest magnitude of the result of an op in float64, and of the sum in a mean.
 
-    The sum overflows first. None if the result is not finite, the op cannot run in float64, or it
-    draws random numbers.
+    The sum overflows first. None if that is not finite, or the op is random or has no float64.
     """
     is_random = torch.Tag.nondeterministic_seeded in call.func.tags
     wide = None if is_random else in_wider(call, torch.float64)

@@ -101,7 +101,8 @@ def event_of(
     causes = [f"{causes[0]}, and {zero[-1]} is 0 there" if zero else causes[0]][:has_eps]
     causes += [f"its state {key} is inf or NaN there" for key in spoilt]
     lost = [key for key in zero if state[key].dtype in HALVES and bool((gradient[bad] != 0).any())]
-    numbers = [key for key, value in own.items() if _is_1_in_half(value)]
+    halves = {k: v for k, v in own.items() if isinstance(v, Tensor) and v.dtype in HALVES}
+    numbers = [key for key, value in halves.items() if value.ndim == 0 and float(value) == 1]
     if lost and not numbers and not has_eps:
         causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
     texts = [STEP_IN_FLOAT32] if is_rounded else [IN_FLOAT32.format(key) for key in lost[-1:]]
@@ -112,11 +113,6 @@ def event_of(
     texts = next(filter(None, (written(state[key]) for key in spoilt)), texts)
     cure = Cure("code", "\n".join(texts)) if texts else None
     return Diagnosis("optimizer", None, name, cure=cure, notes=tuple(causes), happened=said)
-
-
-def _is_1_in_half(value: Any) -> bool:
-    is_number = isinstance(value, Tensor) and value.ndim == 0
-    return is_number and value.dtype in HALVES and float(value) == 1
 
 
 class _StepTracker(BlameTracker):

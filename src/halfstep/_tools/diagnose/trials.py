@@ -7,7 +7,7 @@ float32 from the inputs as they are, is another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -299,8 +299,7 @@ class Origin:
 class Origins(OpObserver):
     """Observer that notes which ops made the inputs of each op of the forward pass.
 
-    The makers of ``given`` tensors are ``~0``, ``~1``, and so on. Sync: one for each op in lower
-    precision.
+    The makers of ``given`` tensors are ``~0``, ``~1`` ... Sync: one for each op in a lower dtype.
     """
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
@@ -326,12 +325,10 @@ class Origins(OpObserver):
         parents = tuple(dict.fromkeys(m for m in makers if m is not None))
         dtype = next((t.dtype for t in outputs if t.dtype in HALVES), None)
         lost = "" if dtype is None else _lost(call, dtype)
-        is_one = any(map(_is_one, outputs, self._wide))
-        is_rounded = is_one or any(map(_is_rounded, outputs, self._wide))
+        rounds = _rounding([*zip(outputs, self._wide, strict=False)])
         size = outputs[0].numel() if outputs else 0
         known = ((self._parts.get(each) or {}).get(_position(each)) for each in call.given)
         read = tuple(part for part in known if part is not None)
-        rounds = is_rounded, is_one
         origin = Origin(call.number, call.name, call.place, parents, lost, *rounds, size, read)
         self._ops[call.number] = origin
         for tensor in outputs:
@@ -383,17 +380,12 @@ def _position(tensor: Tensor) -> tuple[int, int]:
     return offset, tensor.numel()
 
 
-def _is_rounded(result: Tensor, exact: Tensor) -> bool:
-    if result.dtype not in HALVES or result.shape != exact.shape:
-        return False
-    is_zero = (result == 0) & (exact != 0)
-    return bool((is_zero | (exact.isfinite() & ~result.isfinite())).any())
-
-
-def _is_one(result: Tensor, exact: Tensor) -> bool:
-    if result.dtype not in HALVES or result.shape != exact.shape:
-        return False
-    return bool(((result.abs() >= 1) & (exact.abs() < 1)).any())
+def _rounding(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[bool, bool]:
+    """Return whether results are 0, 1 or inf for other exact values, and whether some are 1."""
+    both = [(r, e) for r, e in pairs if r.dtype in HALVES and r.shape == e.shape]
+    is_one = any(bool(((r.abs() >= 1) & (e.abs() < 1)).any()) for r, e in both)
+    lost = (((r == 0) & (e != 0)) | (e.isfinite() & ~r.isfinite()) for r, e in both)
+    return is_one or any(bool(each.any()) for each in lost), is_one
 
 
 def _lost(call: OpCall, dtype: torch.dtype) -> str:

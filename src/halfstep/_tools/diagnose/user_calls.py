@@ -211,7 +211,7 @@ class UserCalls(TorchFunctionMode):
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
         result = value_with(text, value, names_here())
-        is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
+        is_eps = row_name(running.name) in DIVISIONS and slot in edit.slots and slot != CALL
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:
                 self.clamped_parameter = variable_of(parameter)
@@ -283,19 +283,21 @@ class _Changes:
     def lost(self) -> float:
         """The share of values that get no gradient any more, or of divisors that an eps replaces.
 
-        Of data, it is that of values whose size is cut off. Infinities that are clamped, and
-        divisors of 0, had none before.
+        Of data, it is that of values that are cut off, or replaced by larger ones. Infinities that
+        are clamped, and divisors of 0, had none before.
         """
         if self._is_of_numbers:
             return self._num_replaced / self._num_divisors
         return self._num_lost / max(self._of, 1)
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        changed = before.detach() != after.detach()
+        old, new = before.detach(), after.detach()
+        changed = old != new
         self._num += int(changed.sum())
         self._of += changed.numel()
-        is_lost = changed if before.requires_grad else before.detach().abs() > after.detach().abs()
-        self._num_lost += int((is_lost & before.isfinite() & ~after.isinf()).sum())
+        is_lost = (old.abs() > new.abs()) | ((old != 0) & ((new - old).abs() >= old.abs()))
+        is_lost = changed if before.requires_grad else is_lost
+        self._num_lost += int((is_lost & old.isfinite() & ~new.isinf()).sum())
         self.is_of_data |= not before.requires_grad
         self._may_be_labels |= torch.is_grad_enabled()
         self._is_left_out = bool(after[changed].isinf().any())

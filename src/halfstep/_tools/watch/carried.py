@@ -52,8 +52,7 @@ class Carried:
     ) -> tuple[str, str] | None:
         """Return what of the given tensors of a bad step's calls has grown, and the cure, or None.
 
-        Only tensors that are not finite are read if ``are_bad``, else only others. Sync: one for
-        each.
+        Those that are not finite are read if ``are_bad``, else the others. Sync: one for each.
         """
         for tensor in (given.tensor for call in calls for given in call.given):
             place = self._log.place_of(tensor)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise, starmap
+from itertools import chain, pairwise, starmap
 from statistics import median
-from textwrap import dedent
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from halfstep._common.numbers import number
 from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import modes
-from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, pasted
 from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
 from halfstep._tools.line import Line
 from halfstep._tools.replay.kept_calls import KeptCall
@@ -52,7 +51,7 @@ OF_CRITIC = (
 )
 OF_LIKELIHOOD = (
     "A likelihood needs a smallest variance, such as log_sigma.clamp_min(-5).exp() or "
-    "softplus(sigma) + 1e-3"
+    "softplus(sigma) + 1e-3; a KL divergence is at least 0: where it is below, its sign is wrong"
 )
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "logsumexp", "logdet", "exp", "exp2", "rsqrt"}
 
@@ -74,12 +73,11 @@ def _of_falling_term(calls: Sequence[KeptCall], losses: Sequence[float]) -> Cure
             case ast.BinOp(op=ast.Sub(), right=term) | ast.UnaryOp(op=ast.USub(), operand=term):
                 source = Source(call.at.code.co_filename)  # type: ignore[union-attr]
                 edits = source.put(term, f"{{}}.clamp_max({limit})") and source.edited()
-                text = "\n".join(dedent(each.text) for each in edits or ())
                 remark = (
                     f"bound the loss from below: it fell, and takes away `{ast.unparse(term)}`, "
                     f"which gets no gradient above {limit} then"
                 )
-                return Cure("code", text, edits=tuple(edits), remarks=(remark,)) if edits else None
+                return pasted(edits, remark) if edits else None
     return None
 
 
@@ -88,10 +86,9 @@ class _Measured(NamedTuple):
     amax: float  # of the weights
     rate: float
 
-
-def _growth(before: _Measured, now: _Measured) -> float:
-    """Return by how much the largest weight (of 1, if it is smaller) grew in each step."""
-    return math.pow(now.amax / max(before.amax, 1.0), 1 / max(now.step - before.step, 1))
+    def growth(self, now: _Measured) -> float:
+        """Return by how much the largest weight (of 1, if it is smaller) grew in each step."""
+        return math.pow(now.amax / max(self.amax, 1.0), 1 / max(now.step - self.step, 1))
 
 
 class Growth:
@@ -137,10 +134,7 @@ class Growth:
         calls: Sequence[KeptCall] = (),
         before: Sequence[KeptCall] = (),
     ) -> Usual:
-        """Return what is known of the steps before one: the losses of its line.
-
-        ``before`` are the calls of the last one.
-        """
+        """Return what losses of its line say of the steps before; ``before`` are the last calls."""
         is_alone = len({at for _, _, at in self._losses}) == 1
         losses = [loss for _, loss, at in self._losses if is_alone or at == line]
         last, top = losses[-50:], max(map(abs, losses), default=0.0)
@@ -160,8 +154,7 @@ class Growth:
     ) -> Diagnosis | None:
         """Measure the largest weight; return the diagnosis of a state with inf or NaN after calls.
 
-        Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after another state was
-        loaded, else none.
+        Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after a load, else none.
         """
         known, state = self._measured.get(optimizer, []), id(getattr(optimizer, "state", None))
         is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
@@ -198,9 +191,8 @@ class Growth:
         needed = _THROWN if only is not None else EXPLODED / (1 if by_losses is None else 10)
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
-        hints = partial(self._hints, calls, inputs)
         explained = (
-            self._by_weights(found, step, hints, needed, is_by_rate, only)
+            self._by_weights(found, step, calls, inputs, needed, is_by_rate, only)
             or self.of_carried(found, step, calls)
             or by_losses
         )
@@ -232,15 +224,12 @@ class Growth:
             for optimizer, before in self._misled.items()
         )
 
-    def _hints(self, calls: Sequence[KeptCall], inputs: Standardise) -> list[str]:
-        """Return what may have made a value too large, besides the op that overflowed. Sync."""
-        return [*filter(None, [self.of_collapse(calls), inputs()[0]])]
-
     def _by_weights(
         self,
         found: Diagnosis,
         step: int,
-        hints_of: Callable[[], list[str]],
+        calls: Sequence[KeptCall],
+        inputs: Standardise,
         needed: float,
         is_by_rate: bool,
         only: Tensor | None,
@@ -283,9 +272,9 @@ class Growth:
                 text = of_raised_rate(optimizer, begun, files)
             elif not text:
                 to = [each for each in measured if each.step <= before.step]
-                growths = [*starmap(_growth, pairwise([*to, _Measured(step, amax, rate)]))]
+                growths = [*starmap(_Measured.growth, pairwise([*to, _Measured(step, amax, rate)]))]
                 growths = growths if only is None else [1.0]  # no parabola has such a loss
-                hints = hints_of()
+                hints = [*filter(None, [self.of_collapse(calls), inputs()[0]])]
                 if not any(OF_CRITIC in hint for hint in hints):
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
                 text = "\nor ".join(hints)
@@ -323,18 +312,23 @@ class Growth:
         return [[(i, loss) for i, loss, at in self._losses if at == line] for line in lines]
 
     def _by_losses(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis | None:
-        bad = found.bad
-        if bad is None or bad.limit is None or not bad.is_overflow:
+        bad, cure, goes_on = found.bad, found.cure, ""
+        if bad is None or bad.limit is None:
             return None
-        windows = (losses[-length:] for losses in self._series() for length in _WINDOWS)
-        window = next((w for w in windows if _grew([loss for _, loss in w], bad.limit)), None)
+        series = self._series()
+        windows = (losses[-length:] for losses in series for length in _WINDOWS)
+        grown = (w for w in windows if _grew([loss for _, loss in w], bad.limit))
+        window = next(grown, None) if bad.is_overflow else None
+        if window is None and cure is not None and _runs_off(series[-1:], cure):
+            window = series[-1][-_WINDOWS[-1] :]
+            goes_on = f"; with a wider dtype it falls on to {number(cure.losses[-1])}"
         if window is None:
             return None
         (first, low), (last, high) = window[0], window[-1]
         dtype = "its dtype" if bad.output is None else bad.output.dtype
         event = (
-            f"the loss {'fell' if high < 0 else 'grew'} from {number(low)} in step {first} to "
-            f"{number(high)} in step {last}, until {bad.name} overflowed {dtype}"
+            f"the loss {'fell' if high < low else 'grew'} from {number(low)} in step {first} to "
+            f"{number(high)} in step {last}, until {bad.name} overflowed {dtype}{goes_on}"
         )
         text = (
             "stop the growth; a wider dtype or a clamp only delays it. Check what is computed from "
@@ -347,14 +341,25 @@ class Growth:
         return replace(found, happened=event, cure=Cure("code", text))
 
 
+def _runs_off(series: list[list[tuple[int, float]]], cure: Cure) -> bool:
+    """Return whether a loss that falls ever faster goes on so with a wider dtype."""
+    (_, before), (_, now) = [(0, 0.0), (0, 0.0), *chain(*series)][-2:]
+    first, last = [*cure.losses, 0.0][0], [0.0, *cure.losses][-1]
+    is_far = last < -max(abs(first), 1.0) * (2 if cure.is_finite is False else EXPLODED)
+    is_far &= cure.kind in ("policy", "dtype")
+    return is_far and -(EXPLODED**2) * max(abs(before), 1.0) < now < min(2 * before, 0)
+
+
 def _grew(losses: list[float], limit: float) -> bool:
     """Return whether losses moved away from 0 from quarter to quarter, a hundredfold in all.
 
-    Tenfold is enough below 0, if they came as near to the limit of a dtype as a hundredth of it.
+    Below 0 and within a hundredth of the limit of a dtype, tenfold is enough, and of a few steps
+    thrice as far in each of the last three.
     """
     sizes = [*map(abs, losses)]
     if len(sizes) < _WINDOWS[-1] or sizes[-1] > EXPLODED * sizes[-2]:  # few, or a single jump
-        return False
+        last = pairwise([-1.0, *losses[-3:]])
+        return len(losses) > 2 and losses[-1] < -limit / 100 and all(b < 3 * a for a, b in last)
     quarters = _quarters(sizes)
     is_falling = max(losses) < 0 and quarters[3] > limit / 100
     needed = EXPLODED / 10 if is_falling else EXPLODED

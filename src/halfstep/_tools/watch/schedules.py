@@ -15,14 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Number, Real
-from textwrap import dedent
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep._pytorch import autograd
-from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.diagnose.diagnosis import Cure, pasted
 from halfstep._tools.dtype_errors.failing_call import function_of
 from halfstep._tools.dtype_errors.rest import Frame, Run
 from halfstep._tools.line import short_path
@@ -205,5 +204,4 @@ def _of_spot(frame: _Numbers, node: ast.expr, why: str, ends: str = "") -> Cure:
     if not edits:
         line = linecache.getline(file, part.lineno).strip()
         return Cure("code", f"{why}{said}{ends}\n{short_path(file)}:{part.lineno}: {line}")
-    text = "\n".join(dedent(edit.text) for edit in edits)
-    return Cure("code", text, edits=tuple(edits), remarks=(f"{why}{said}{ends}",))
+    return pasted(edits, f"{why}{said}{ends}")

@@ -235,8 +235,7 @@ class Watch:
         self._of_steps: set[int] = set()  # those of them that were reported
         self._last_model: nn.Module | None = None
         self._seconds = seconds
-        # The number of the running step in a record, or of the last one if that has counted it; 0
-        # if it has counted none.
+        # The number of the running step in a record, or of the last one if that counted it, or 0.
         self.number, self._is_counted = number, False
         self._loss_scaler: GradScaler | None = None
         self._max_norm: float | None = None  # to which the loop has clipped gradients
