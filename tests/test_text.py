@@ -65,3 +65,8 @@ def test_what_a_terminal_would_obey_is_escaped() -> None:
 def test_an_option_is_meant_once() -> None:
     options = ["--output", "--output", "--help"]
     assert did_you_mean("--outptu", options) == "; did you mean '--output'?"
+
+
+def test_a_program_may_replace_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    assert told("a line", StringIO()) == "a line\n"

@@ -105,6 +105,8 @@ def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
     line = f"loss = loss_of(rows[:2, None].log_softmax(-1), torch.tensor([[1, 2, 3]]), {sizes})"
     found = diagnosed(line, tmp_path, head)
     assert found.cure.text == "loss_of = nn.CTCLoss(zero_infinity=True)"
+    elsewhere = "never = lambda: nn.CTCLoss(zero_infinity=True)\nloss_of = vars(nn)['CTCLoss']()\n"
+    assert "never" not in diagnosed(line, tmp_path, elsewhere).cure.text
 
 
 def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(tmp_path):

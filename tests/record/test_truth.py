@@ -212,7 +212,7 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     assert len(steps) == 36
     assert all(step.loss < 5 for step in steps)
     told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
-    assert "dropped 4 times before a step used them (first before step 4)" in told
+    assert "cleared 4 times before step() of an optimizer (first before step 4)" in told
     assert "printed a UserWarning (guarded.py:14): Using a target size" in told
     assert told.lower().count("the program printed") == 1
 
@@ -235,7 +235,9 @@ def test_the_loss_of_gradients_that_are_dropped_is_no_part_of_the_first_step(tmp
             optimizer.zero_grad()
     run = read_run(tmp_path / "run")
     assert [step.loss for step in run.steps] == [2.0] * 3
-    assert "dropped 3 times before a step used them (first before step 1)" in run.notes[-1].text
+    assert (
+        "cleared 3 times before step() of an optimizer (first before step 1)" in run.notes[-1].text
+    )
 
 
 def test_gradients_that_are_clipped_early_are_not_fine(tmp_path: Path) -> None:
@@ -261,8 +263,7 @@ def test_products_of_a_frozen_model_and_of_a_custom_function_are_left_out(tmp_pa
     loop, frozen = Loop(), nn.Linear(8, 8).bfloat16().requires_grad_(False)
 
     def step() -> None:
-        features = frozen(X.bfloat16()).float()
-        loss = (loop.model(features) - Y).square().mean()
+        loss = (loop.model(frozen(X.bfloat16()).float()) - Y).square().mean()
         loop.optimizer.zero_grad()
         step_on(loop.optimizer, loss)
 
@@ -274,3 +275,15 @@ def test_products_of_a_frozen_model_and_of_a_custom_function_are_left_out(tmp_pa
     all_ran = f"all products with gradients{outside} ran in bfloat16"
     assert dtypes_text({"bfloat16": 1, "custom": 1}) == all_ran
     assert dtypes_text({"custom": 1}) == "the dtypes of products were not measured"
+    assert " outside of compiled or custom f" in dtypes_text({"float16": 1, "hidden": 1})
+
+
+def test_a_factor_is_that_of_the_scaled_loss_whose_pass_it_is(tmp_path):
+    weight, scaler = nn.Parameter(torch.ones(())), halfstep.GradScaler("cpu", 8.0)
+    with halfstep.record(tmp_path / "run", model=nn.ParameterList([weight])):
+        first, last = scaler.scale(weight * 2.0), scaler.scale(weight * 3.0)
+        for loss, factor in ((last, 3.0), (weight * 100, 7.0), (first, 2.0)):
+            loss.backward(gradient=torch.tensor(factor))
+        scaler.step(torch.optim.SGD([weight], lr=0.0))
+        scaler.update()
+    assert [step.loss for step in read_run(tmp_path / "run").steps] == [13.0]

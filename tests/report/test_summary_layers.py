@@ -7,6 +7,7 @@ import torch
 from tests.report import records
 from tests.report.records import counted
 
+import halfstep
 from halfstep._common.formats import FORMATS
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Measured, PolicySeen, Sample
@@ -71,3 +72,13 @@ def test_ranks_are_judged_together(tmp_path):
     assert summary.layers[0].measured == 3 * alone.layers[0].measured
     assert summary.layers[0].num_samples == alone.layers[0].num_samples
     assert summary.facts.ranks == (0, 1, 2)
+
+
+def test_numbers_of_float64_beyond_float32_are_finite(tmp_path):
+    weight = torch.nn.Parameter(torch.tensor([1e60, -2e60], dtype=torch.float64))
+    with halfstep.record(tmp_path, model=torch.nn.ParameterList([weight])):
+        (weight * 1e60).sum().backward()
+        torch.optim.SGD([weight], lr=0.0).step()
+    (found,) = (summary := summarize(read_run(tmp_path))).of_kind("parameter")
+    numbers = summary.loss.last, summary.norm.last, found.amax, found.inf
+    assert numbers == pytest.approx((-1e120, 2**0.5 * 1e60, 2e60, 0))

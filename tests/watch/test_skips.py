@@ -44,6 +44,15 @@ def test_an_overflow_after_growth_counts_however_late_it_is(late: int) -> None:
     ]
 
 
+def test_an_overflow_after_growth_is_none_at_the_start() -> None:
+    """With a growth interval of five iterations, fewer than a start ends with."""
+    assert kinds((64, False), *taken(32, 5), (64, False), *taken(32, 5), (64, False)) == [
+        "start",
+        "growth",
+        "growth",
+    ]
+
+
 def test_several_growths_are_taken_back_one_by_one() -> None:
     up = [*taken(16), *taken(32), *taken(64)]
     assert kinds(*up, (64, False), (32, False), (16, False)) == ["growth", "growth", "fall"]

@@ -139,10 +139,14 @@ def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
     """
     lines = [printable(line) for line in text.split("\n")]
     stream = sys.stdout if file is None else file
-    if stream is not None and stream.isatty():
+    if stream is None:
+        return
+    if stream.isatty():
         width = shutil.get_terminal_size().columns
         lines = [_on_terminal(line, width) for line in lines]
-    print("\n".join(lines), file=file, flush=flush)
+    stream.write("\n".join(lines) + "\n")  # a program may replace print()
+    if flush:
+        stream.flush()
 
 
 @contextmanager

@@ -118,6 +118,7 @@ def is_large_in_most(tensor: Tensor) -> bool:
 # --- statistics -----------------------------------------------------------------------------------
 
 _INF = 0x7F800000  # the bits of inf; those of NaN are larger
+_LARGEST = torch.finfo(torch.float32).max
 _NUM_BINS = 257  # zero, 255 exponents, NaN
 _FIRST, _LAST = -126, 128  # exponents of the second bin (magnitudes up to 2**-126) and the last
 
@@ -148,6 +149,10 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         amax = max(-low, high)
         if not amax < float("inf"):  # each NaN and inf is counted
             sample, amax = values, None
+    if sample.dtype is torch.float64:  # numbers that are too large for float32 are finite
+        finite = sample.nan_to_num(0.0, 0.0, 0.0).abs()
+        amax = float(finite.amax()) if finite.numel() else None
+        sample = torch.where(finite > _LARGEST, _LARGEST, sample)
     sample = sample.float().contiguous()
     statistics = _counted(sample, values.numel(), amax)
     if not is_gradient:

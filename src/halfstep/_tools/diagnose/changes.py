@@ -251,8 +251,8 @@ class Changes(Source):
                 return False
             call = made
             value = _keyword(call, name, placed, parameters_of(getattr(nn, placed.module, None)))
-        if value is not None:
-            return self.put(value, placed.expression)
+        if value is not None:  # if it is that already, another call has made the module
+            return ast.unparse(value) != placed.expression and self.put(value, placed.expression)
         if "{" in placed.expression:
             return False  # the edit needs an existing argument
         if not placed.module and not _is_of(call, placed.function):

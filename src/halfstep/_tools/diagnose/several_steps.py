@@ -59,6 +59,7 @@ class Usual:
     largest: float = 0.0
     max_norm: float | None = None  # to which the run clips gradients
     step: Step | None = None  # repeats the calls of the step before
+    steppers: tuple[Optimizer, ...] = ()  # the optimizers that step after this loss, if known
     # Returns the diagnosis of a step in another way, as of weights that grew, or None.
     explain: Callable[..., Diagnosis | None] = lambda _, **__: None
     standardise: Standardise = NOT_LARGE
@@ -200,7 +201,8 @@ class SeveralSteps(OpObserver):
             run.backoff /= 16  # a scaler skips it
             return scale > 1
         if self._owners is None:
-            self._owners = _optimizers_of(leaves, self._all_optimizers())
+            steppers = self._usual.steppers
+            self._owners = _optimizers_of(leaves, self._all_optimizers(), steppers)
         limit = self._usual.max_norm
         factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
         with torch.no_grad():
@@ -252,12 +254,15 @@ def all_optimizers() -> list[Optimizer]:
     return [each for each in found if optim.is_whole(each)]
 
 
-def _optimizers_of(leaves: Iterable[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers of weights; of one inside another, the outer one."""
+def _optimizers_of(
+    leaves: Iterable[Tensor], optimizers: list[Optimizer], steppers: Iterable[Optimizer]
+) -> list[Optimizer]:
+    """Return the optimizers of weights that step them, if that is known; the outer ones of two."""
     wanted = set(map(id, leaves))
     found = [each for each in optimizers if wanted.intersection(map(id, parameters(each)))]
     inner = {id(value) for each in found for value in vars(each).values()}
-    return [each for each in found if id(each) not in inner]
+    outer, known = [each for each in found if id(each) not in inner], set(map(id, steppers))
+    return [e for e in outer if not known or known & {id(e), *map(id, vars(e).values())}]
 
 
 def _widen(optimizer: Optimizer) -> None:

@@ -42,7 +42,7 @@ class PendingStep:
 
     def on_host(self) -> Event:
         """Return the line of the record. Sync: none if all numbers are on the CPU."""
-        scalars = [math.nan if each is None else each.float().item() for each in self.scalars]
+        scalars = [math.nan if each is None else each.item() for each in self.scalars]
         return self.event(scalars, None if self.outcome is None else pack(self.outcome))
 
     def packed(self, device: torch.device) -> Tensor:

@@ -24,7 +24,6 @@ from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
 from halfstep._common.text import names_text, warn
 from halfstep._gradients.gradients import collect, norms_of, parameters
-from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler import GradScaler, Outcome, Reason
@@ -136,6 +135,7 @@ class Recorder:
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
         self._scaled: list[Tensor] = []  # in the order of scaling
+        self._scaled_nodes: list[int] = []  # the numbers of their nodes in the graph, or 0
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -164,6 +164,7 @@ class Recorder:
             found = self._add_losses(tensors_in([outputs]))
             if found is not None and optim.optimizer_step_depth() == 0:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
+                self._scaled_nodes.append(_node_of(outputs))
 
     @_aside
     def on_backward(self, roots: Any, gradients: Any = None) -> None:
@@ -187,10 +188,13 @@ class Recorder:
             self._leave_out_what_was_dropped()
             found = tensors_in([roots])
             self._add_losses(found if gradients is None else _weighed(roots, gradients))
-        elif gradients is not None and self._scaled and self._num_backward == self._num_scaled:
-            (weighed,) = _weighed(self._scaled[-1], gradients)  # the loss that was scaled last
-            self._add_losses([weighed - self._scaled[-1]])
-            self._scaled[-1] = weighed
+        elif (
+            gradients is not None and (of := _node_of(roots, depth=1)) in self._scaled_nodes and of
+        ):
+            place = self._scaled_nodes.index(of)
+            (weighed,) = _weighed(self._scaled[place], gradients)
+            self._add_losses([weighed - self._scaled[place]])
+            self._scaled[place] = weighed
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
@@ -322,8 +326,8 @@ class Recorder:
         if self._dropped:
             num = things(len(self._dropped), "time")
             self.say(
-                f"gradients were dropped {num} before a step used them (first before step "
-                f"{self._dropped[0]}); their losses are not recorded"
+                f"gradients were cleared {num} before step() of an optimizer (first before step "
+                f"{self._dropped[0]}), as SAM does; their losses are not recorded"
             )
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()
@@ -408,7 +412,7 @@ class Recorder:
         if self._num_ended == 1:
             self._write_device()
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
-        self._norms, self._scaled, self._is_old = [], [], True
+        self._norms, self._scaled, self._scaled_nodes, self._is_old = [], [], [], True
         self._loss_scaler, self._num_scaled = None, 0
         self._by_hand.clear()
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
@@ -585,9 +589,20 @@ def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
     ]
 
 
+def _node_of(outputs: Any, depth: int = 0) -> int:
+    """Return the number, from 1, of the node of a loss, or of the one that was scaled to it.
+
+    It is 0 if there are several losses, or no such node.
+    """
+    node, *more = [tensor.grad_fn for tensor in tensors_in([outputs])] or [None]
+    for _ in range(depth):
+        node = node.next_functions[0][0] if node is not None and node.next_functions else None
+    return 0 if node is None or more else 1 + autograd.sequence_number(node)
+
+
 def _scalar(loss: Tensor) -> Tensor:
-    """Return a copy in float32 without dimensions."""
-    copied = loss.clone() if loss.dtype is torch.float32 else loss.float()
+    """Return a copy without dimensions, in float32, or in float64 if it has that."""
+    copied = loss.clone() if loss.dtype in (torch.float32, torch.float64) else loss.float()
     return copied.reshape(()) if copied.dim() else copied
 
 
@@ -603,7 +618,8 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     if not found.grads or any(map(distributed.is_dtensor, found.grads)):
         return None  # a norm of this rank's part is not the norm of the whole
     device = found.values[0].device
-    return as_tensor(norms_of(found, None, device).norm, device)
+    norm = norms_of(found, None, device).norm  # a float may be beyond float32
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
 
 
 def _warn(text: str) -> None:

@@ -18,7 +18,7 @@ from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE
 from halfstep._common.numbers import listed, percent
 from halfstep._common.text import Severity
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
+from halfstep._tools.json import Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics
 
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
@@ -147,12 +147,6 @@ class Step(_Event, tag="step", frozen=True):
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` for finite numbers that are out of float32's range."""
-        for value in (self.norm, self.loss):
-            if value is not None and LARGEST < abs(value) < math.inf:
-                raise ValueError(f"{value} is not a float32")
-
 
 class Measured(Statistics, frozen=True, gc=False, kw_only=True):
     """The statistics of one tensor in one sampled step, over all ranks.
@@ -258,7 +252,7 @@ def dtypes_text(products: Mapping[str, int]) -> str:
     if not seen:
         return "the dtypes of products were not measured"
     if seen.keys() != products.keys():
-        where += f" outside of {'compiled and ' * (HIDDEN in products)}custom functions"
+        where += f" outside of {'compiled or ' * (HIDDEN in products)}custom functions"
     if ran_lower(products) is False:
         ran = f"products: {listed(sorted(seen))}"
         return f"no product{where} ran in a lower precision ({ran})"

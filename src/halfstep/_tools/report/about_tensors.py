@@ -261,8 +261,7 @@ def _non_finite(
     where = f" over all {first.num_samples} samples, first seen at step "
     where = " in the sample of step " if first.num_samples == 1 else where
     what = f" contained {listed(counts)}{where}{first.non_finite_step}"
-    too = " later in the model contained some too"
-    others = ("; ", *_names(bad[1:]), too) if len(bad) > 1 else ()
+    others = ("; ", *_names(bad[1:]), " contained some too") if len(bad) > 1 else ()
     return say(
         "bad",
         whose,

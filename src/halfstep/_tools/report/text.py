@@ -109,7 +109,7 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         is_dated = has_step or is_at_end or note.step < 2  # 1: perhaps long before the first
         text = note.text if note.text.endswith((".", "!", "?")) else f"{note.text}."
         if not is_dated:
-            text = f"Step {note.step}: {text}"
+            text = f"After step {note.step - 1}: {text}"
         elif re.match(r"[a-z]+[ ,:]", text):  # a word, and no name such as torch.amp
             text = text[0].upper() + text[1:]
         yield say(severity, text)

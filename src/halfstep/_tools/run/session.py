@@ -564,7 +564,7 @@ def begin_in_child() -> None:
         options = msgspec.convert(json.loads(os.environ[VARIABLE]), Options, dec_hook=_read)
         Session(None, options).put_in_place()
     except Exception as error:  # the process is the script's, and goes on
-        print(f"halfstep: process {os.getpid()} is not recorded: {error}", file=sys.stderr)
+        tell(f"halfstep: process {os.getpid()} is not recorded: {error}", sys.stderr)
 
 
 def _read(kind: type, text: str) -> object:

@@ -69,7 +69,7 @@ def largest(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude on this rank; 0 if it is unknown. Sync: one."""
     with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
         parts = [p for t in tensors if (p := distributed.local_part(t.detach())).numel()]
-        sizes = [part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts]
+        sizes = [part.abs().nan_to_num(0, 0, 0).amax().cpu().double() for part in parts]
         return float(torch.stack(sizes).amax()) if sizes else 0.0
     return 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ OVERFLOWED = (
 )
 
 STANDARDISE = f"or standardise it before that, as by {HOW_TO_STANDARDISE}"
+_LOAD = re.compile(r"\bload(_\w+)?\(")  # a call, and no loader
 
 
 class Earlier:
@@ -108,7 +110,7 @@ class Earlier:
                 text = text if log.made_bad(tensor) else []
         elif found.bad and found.bad.line and is_of_the_model(found):
             loads = lines_with(found.bad.line.file, {"load_state_dict"})
-            written = ["first check what the script loads:", *loads] if loads else []
+            written = ["first check what these lines load, if they ran:", *loads] if loads else []
         text = [*written, *(said for _, said in data), *text]
         return replace(found, cure=replace(found.cure, text="\n".join(text)))
 
@@ -138,7 +140,7 @@ def _of_bad_write(place: Place, found: Diagnosis) -> str:
     ``found`` is the diagnosis of the write.
     """
     statement, line = place.statement, line_text(place.line)
-    is_load = statement is not None and "load" in ast.unparse(statement)
+    is_load = statement is not None and _LOAD.search(ast.unparse(statement)) is not None
     is_named = found.tensor is not None and "without a name" not in found.tensor
     name = found.tensor if is_named else "it"
     text = f"first check {name}: it was inf or NaN when this line wrote it: {line}"

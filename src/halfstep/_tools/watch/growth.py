@@ -105,6 +105,10 @@ class Growth:
         )
         self._states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._losses: deque[tuple[int, float, Line | None]] = deque(maxlen=_WINDOWS[0])
+        # The lines of backward passes since the last step, and which optimizers step after a line.
+        self._lines: set[Line | None] = set()
+        self._has_stepped = False
+        self._steppers: dict[Line | None, weakref.WeakSet[Optimizer]] = {}
         # The ids of the gradients in a step that was measured, until the next one, and the
         # optimizers by what was seen of their gradients between two such steps.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
@@ -123,6 +127,8 @@ class Growth:
 
     def note_loss(self, loss: float, step: int, line: Line | None) -> None:
         """Note the loss of a step; of several of a line, the one that is farthest from 0 counts."""
+        self._lines = {line} if self._has_stepped else self._lines | {line}
+        self._has_stepped = False
         if self._losses and self._losses[-1][::2] == (step, line):
             loss = max(loss, self._losses.pop()[1], key=abs)
         self._losses.append((step, loss, line))
@@ -142,7 +148,8 @@ class Growth:
         size = median(map(abs, last)) if last else None
         inputs = cache(partial(standardise, calls, before))
         explain = partial(self.explain, step=step, calls=calls, inputs=inputs)
-        return Usual(loss, size, top, explain=explain, standardise=inputs)
+        steppers = tuple(self._steppers.get(line, ()))
+        return Usual(loss, size, top, explain=explain, standardise=inputs, steppers=steppers)
 
     def before_step(
         self,
@@ -156,6 +163,9 @@ class Growth:
 
         Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after a load, else none.
         """
+        self._has_stepped = True
+        for line in self._lines:
+            self._steppers.setdefault(line, weakref.WeakSet()).add(optimizer)
         known, state = self._measured.get(optimizer, []), id(getattr(optimizer, "state", None))
         is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
         last = self._stepped.pop(optimizer, None)

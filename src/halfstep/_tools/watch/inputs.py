@@ -148,7 +148,8 @@ def _data(calls: Sequence[KeptCall]) -> Iterator[_Data]:
         is_product = call.name in _PRODUCTS and any(each.requires_grad for each, _ in arguments)
         if is_error or is_module or is_product or call.name.endswith("loss"):
             for tensor, made_by in chain.from_iterable(starmap(_data_in, arguments)):
-                if not tensor.is_floating_point() or not tensor.dim() or tensor.requires_grad:
+                is_data = tensor.layout is torch.strided and not tensor.requires_grad
+                if not (tensor.is_floating_point() and tensor.dim() and is_data):
                     continue
                 name, source = _name(tensor, made_by), _source(tensor, made_by)
                 if name.endswith("without a name"):

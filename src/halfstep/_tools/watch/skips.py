@@ -25,10 +25,10 @@ class ScaleSearch:
     """Search for the largest usable scale, iteration by iteration.
 
     An overflow is part of it in three cases. ``"start"``: no iteration has overflowed at a smaller
-    scale, and no ten iterations in a row were taken. ``"growth"``: it brings the scale back to a
-    value from which it has grown, however long ago. ``"fall"``: it brings the scale below that, as
-    larger gradients do, and not many times with fewer than ten taken iterations in a row between.
-    A trial of the scale from before belongs to the skips before it.
+    scale, it has not grown, and no ten iterations in a row were taken. ``"growth"``: it brings the
+    scale back to a value from which it has grown, however long ago. ``"fall"``: it brings the scale
+    below that, as larger gradients do, and not many times with fewer than ten taken iterations in a
+    row between. A trial of the scale from before belongs to the skips before it.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ScaleSearch:
             return "start" if self.is_starting else "fall"
         self.is_starting &= scale <= self._lowest
         self._lowest = min(self._lowest, scale)
-        if self.is_starting:
+        if self.is_starting and not is_back:
             return "start"
         if is_back:
             return "growth"
