@@ -1055,3 +1055,16 @@ def test_a_tiny_step_makes_few_calls(tmp_path: Path) -> None:
     script = Path(__file__).parent / "corpus" / "tiny_steps.py"
     done = forked.python(script, tmp_path / "out", cwd=tmp_path)
     assert float(done.out) < 160, done.err
+
+
+def test_numbers_of_float64_that_float32_has_not_stay_finite(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64, device=DEVICE))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with halfstep.record(tmp_path, model=nn.ParameterList([weight])):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (weight * 1e47).backward()
+            optimizer.step()
+    steps = read_run(tmp_path).steps
+    assert [step.loss for step in steps] == [1e47] * 3
+    assert steps[0].norm == pytest.approx(1e47)  # the one that was sampled

@@ -46,11 +46,11 @@ class PendingStep:
         return self.event(scalars, None if self.outcome is None else pack(self.outcome))
 
     def packed(self, device: torch.device) -> Tensor:
-        """Return all numbers as one vector of float32, the scalars first. Sync: none."""
+        """Return all numbers as one vector, in float64 if one has that. Sync: none."""
         missing = torch.full((), math.nan, dtype=torch.float32, device=device)
         scalars = torch.stack(
             [
-                missing if scalar is None else to_device(scalar.float().reshape(()), device)
+                missing if scalar is None else to_device(_narrow(scalar, device), device)
                 for scalar in self.scalars
             ]
         )
@@ -85,6 +85,11 @@ class PendingStep:
             if self.is_by_hand:
                 event |= {"taken": True, "reason": None}
         return event
+
+
+def _narrow(scalar: Tensor, device: torch.device) -> Tensor:
+    has_float64 = scalar.dtype is torch.float64 and scalar.device == device
+    return (scalar if has_float64 else scalar.float()).reshape(())
 
 
 class _Sent(NamedTuple):
