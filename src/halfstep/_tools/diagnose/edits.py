@@ -306,7 +306,10 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "acos asin atanh arccos arcsin arctanh erfinv": _INSIDE,
     "acosh arccosh": (Edit((0,), _limited("1+eps", None)), Edit((0,), _limited("1+eps", None), 10)),
     "logit": _EPS,
-    "softmax log_softmax softmin safe_softmax logsumexp logcumsumexp": _SCORES,
+    "softmax log_softmax softmin safe_softmax logsumexp logcumsumexp": (
+        *_SCORES,
+        Edit((0,), _limited(f"-{_FAR}", _FAR)),
+    ),
     "logaddexp logaddexp2": (*_SCORES, Edit((0, 1), _limited(f"-{_FAR}", None))),
     "scaled_dot_product_attention": (Edit(("attn_mask",), _some_key), *_FINITE),
     "multi_head_attention_forward": (
