@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import linecache
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -469,7 +470,24 @@ def _named_in(function: FunctionType) -> Iterator[Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    return chain.from_iterable(each.co_names for each in _codes(code))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
+
+
+_STACKING = {
+    *("torch", "np", "numpy", "zip", "list", "tuple", "len", "append", "stack", "cat", "array"),
+    *("tensor", "as_tensor", "from_numpy", "LongTensor", "nn", "utils", "rnn", "pad_sequence"),
+}
+
+
+def only_stacks(function: FunctionType) -> bool:
+    """Return whether a function, by its names and operators, puts values together as they are."""
+    ops = (op for code in _codes(function.__code__) for op in dis.get_instructions(code))
+    has_maths = any(op.opname == "BINARY_OP" and op.argrepr != "[]" for op in ops)
+    return not has_maths and {*_names(function.__code__)} <= _STACKING
