@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -464,13 +464,9 @@ def _named_in(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # not set yet
             yield cell.cell_contents
-    for name in _names(function.__code__):
+    for name in (name for each in _codes(function.__code__) for name in each.co_names):
         if name in function.__globals__:
             yield function.__globals__[name]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    return chain.from_iterable(each.co_names for each in _codes(code))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -486,8 +482,10 @@ _STACKING = {
 }
 
 
-def only_stacks(function: FunctionType) -> bool:
-    """Return whether a function, by its names and operators, puts values together as they are."""
-    ops = (op for code in _codes(function.__code__) for op in dis.get_instructions(code))
+@functools.lru_cache(256)
+def only_stacks(code: CodeType) -> bool:
+    """Return whether code, by its names and operators, puts values together as they are."""
+    names = {name for each in _codes(code) for name in each.co_names}
+    ops = (op for each in _codes(code) for op in dis.get_instructions(each))
     has_maths = any(op.opname == "BINARY_OP" and op.argrepr != "[]" for op in ops)
-    return not has_maths and {*_names(function.__code__)} <= _STACKING
+    return names <= _STACKING and not has_maths

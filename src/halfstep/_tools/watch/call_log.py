@@ -376,7 +376,7 @@ class CallLog:
         """Note where a batch is made: the first function of the user's that does not only stack."""
         self.dataset, plain = dataset, [each for each in functions if type(each) is FunctionType]
         own = [each for each in plain if is_users(each.__code__.co_filename)]
-        for function in [*(each for each in own if not only_stacks(each)), *own][:1]:
+        for function in [*(each for each in own if not only_stacks(each.__code__)), *own][:1]:
             call = KeptCall(0, function, Place(function.__code__, 0, function.__globals__))
             call.forget()
             for tensor in tensors_in([batch]):

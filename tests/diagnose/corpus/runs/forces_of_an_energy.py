@@ -1,7 +1,7 @@
 # kind: 4
 # expect: maths pow
 # step: 4
-# says: tried for 20 steps of SGD on this batch \(in turn with the one before\): the loss falls
+# says: tried for \d+ steps of SGD on this batch \(in turn with the one before\): the loss falls
 # never: no weight of it
 import torch
 from torch import nn

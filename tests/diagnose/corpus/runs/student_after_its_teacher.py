@@ -1,7 +1,7 @@
 # kind: 4
 # expect: maths sub
 # step: 4
-# says: tried for 20 steps of AdamW on this batch: the loss falls
+# says: tried for \d+ steps of AdamW on this batch: the loss falls
 import torch
 from torch import nn
 
