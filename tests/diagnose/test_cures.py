@@ -44,6 +44,11 @@ def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
         ("loss = (1 / zero).sum()", "loss = (1 / zero.clamp_min(1e-06)).sum()"),
         ("loss = (zero / zero).sum()", "loss = (zero / zero.clamp_min(1e-06)).sum()"),
         ("loss = zero.sum() / 0", "loss = zero.sum() / max(0, 1)"),
+        (
+            "loss = torch.cat([zero, zero.masked_fill(zero == 0, math.inf)]).softmax(0)[0]",
+            "loss = torch.cat([zero, zero.masked_fill(zero == 0, math.inf)])"
+            ".clamp(-10000.0, 10000.0).softmax(0)[0]",
+        ),
         ("loss = torch.sqrt(zero).sum()", "loss = torch.sqrt(zero + 1e-06).sum()"),
         ("loss = (zero - 0).sqrt().sum()", "loss = (zero - 0 + 1e-06).sqrt().sum()"),
         ("loss = zero.sqrt().sum()  # why", "loss = (zero + 1e-06).sqrt().sum()  # why"),

@@ -173,18 +173,25 @@ def test_a_batch_that_the_loop_makes_bad_is_told_with_the_line() -> None:
     assert "x[0, 0] = math.nan\n" in found.cure.text
 
 
-def test_a_teacher_that_the_loop_makes_bad_is_told_with_the_line() -> None:
+@pytest.mark.parametrize(
+    ("is_held", "name"),
+    [(False, "teacher.0.* in "), (True, r"0.weight of a model \(Sequential\) comes from it")],
+)
+def test_a_teacher_that_the_loop_makes_bad_is_told_with_the_line(is_held: bool, name: str) -> None:
     run, told = Run(), list[Diagnosis]()
     teacher = copy.deepcopy(run.model).requires_grad_(False)
+    held = [teacher]
+    if is_held:
+        del teacher
     with Watch(run.scaler, run.model, tell=lambda found, step: told.append(found)):
         for number, (x, _) in enumerate(run.batches):
-            run.take_scaled((run.model(x) - teacher(x)).square().mean())
+            run.take_scaled((run.model(x) - held[0](x)).square().mean())
             share = 1 / torch.tensor(number - 1.0)
-            for old, new in zip(teacher.parameters(), run.model.parameters(), strict=True):
+            for old, new in zip(held[0].parameters(), run.model.parameters(), strict=True):
                 old.data.lerp_(new.detach(), share)
     found = told[0]
     assert (found.verdict, found.bad.op) == ("maths", "reciprocal")
-    assert re.search("the loop wrote to teacher.0.* in .*: old.data.lerp_", found.happened)
+    assert re.search(f"the loop wrote to {name}.*: old.data.lerp_", found.happened)
 
 
 def test_no_model_stays_in_float32_after_a_replay_in_it() -> None:

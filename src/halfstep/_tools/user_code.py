@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import linecache
@@ -463,13 +464,28 @@ def _named_in(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # not set yet
             yield cell.cell_contents
-    for name in _names(function.__code__):
+    for name in (name for each in _codes(function.__code__) for name in each.co_names):
         if name in function.__globals__:
             yield function.__globals__[name]
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
+
+
+_STACKING = {
+    *("torch", "np", "numpy", "zip", "list", "tuple", "len", "append", "stack", "cat", "array"),
+    *("tensor", "as_tensor", "from_numpy", "LongTensor", "nn", "utils", "rnn", "pad_sequence"),
+}
+
+
+@functools.lru_cache(256)
+def only_stacks(code: CodeType) -> bool:
+    """Return whether code, by its names and operators, puts values together as they are."""
+    names = {name for each in _codes(code) for name in each.co_names}
+    ops = (op for each in _codes(code) for op in dis.get_instructions(each))
+    has_maths = any(op.opname == "BINARY_OP" and op.argrepr != "[]" for op in ops)
+    return names <= _STACKING and not has_maths

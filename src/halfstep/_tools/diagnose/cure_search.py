@@ -316,9 +316,10 @@ def _of_policy(
     policy: Policy, trial: CureTrial | None, scale: float | None = None, *, is_finite: bool | None
 ) -> Cure:
     entered = trial.entered[0] if trial is not None else None
-    region = "..." if entered is None else f'"{entered.device}", dtype={entered.dtype}'
-    module = ", module=model" if policy.module_rules else ""
-    text = f'halfstep.autocast({region}, policy="{policy}"{module})'
+    own = f'policy="{policy}"{", module=model" if policy.module_rules else ""}'
+    text = f"halfstep.autocast in place of torch.autocast, with {own}"
+    if entered is not None:
+        text = f'halfstep.autocast("{entered.device}", dtype={entered.dtype}, {own})'
     if scale is not None:
         text += _at_scale(scale)
     return Cure("policy", text, is_finite, policy=str(policy), scale=scale)

@@ -403,7 +403,7 @@ def shown(cure: Cure) -> Iterator[str]:
 def _course(cure: Cure) -> str:
     """Describe the losses of a trial; a small step may be too long, so its rise says nothing."""
     if not cure.losses:
-        return ": the weights stay finite" if cure.is_finite else ""
+        return ""
     first, last = _number(cure.losses[0]), _number(cure.losses[-1])
     if stands(cure.losses):
         return f": the loss stays at {first}"

@@ -286,7 +286,7 @@ _DIVISORS = [
     for expression in (_limited("eps", None), _raised)
 ]
 _AT_POINTS = (Edit((1,), _left_out_of_points),)
-_SCORES = (Edit((0,), _limited(f"-{_FAR}", None)),)
+_SCORES = tuple(Edit((0,), _limited(f"-{_FAR}", high)) for high in (None, _FAR))
 _EPS = tuple(Edit(("eps",), lambda _, eps: f"{eps:g}", factor) for factor in (1, 1e2))
 _FINITE = tuple(
     Edit(slots, _limited(f"-{size}", size))
@@ -334,7 +334,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     ),
     "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
     "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
-    "cross_entropy nll_loss": (*_EMPTY, *_SCORES, *_FINITE),
+    "cross_entropy nll_loss": (*_EMPTY, *_SCORES[:1], *_FINITE),
     "kl_div": (*_SCORES, Edit((1,), _limited("eps", None))),
     "binary_cross_entropy": (Edit((0,), _limited("eps", "edge")), *_EMPTY),
     "poisson_nll_loss": (*_EXPONENT, *_LEAST),

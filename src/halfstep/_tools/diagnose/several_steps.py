@@ -151,6 +151,9 @@ class SeveralSteps(OpObserver):
                 is_seen = not all(map(math.isfinite, self._seen))
                 self.why_not = f"it {'is not finite again' if is_seen else 'has no loss to follow'}"
                 return
+            if self._steps_itself and not losses:
+                self.why_not = "its loss was not followed"
+                return
             try:
                 if not self._advance(now):
                     return

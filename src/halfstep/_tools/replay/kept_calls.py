@@ -230,6 +230,11 @@ def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
     return found
 
 
+def trained_by(calls: Iterable[KeptCall]) -> set[int]:
+    """Return the ids of the weights that calls train."""
+    return {id(each) for each in weights_of(calls) if each.requires_grad and each.is_leaf}
+
+
 def gap_in(calls: Sequence[KeptCall]) -> str | None:
     """Return why a part of the calls is not repeated, or None if everything is."""
     return next((call.gap for call in calls if call.gap is not None), None)

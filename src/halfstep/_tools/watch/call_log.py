@@ -30,6 +30,7 @@ from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.measure import bytes_of, is_finite, is_mask
+from halfstep._tools.replay.blame import names_in
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
     Given,
@@ -43,7 +44,7 @@ from halfstep._tools.replay.kept_calls import (
     parts_of,
     set_part,
 )
-from halfstep._tools.user_code import Place, is_users, user_place, whole_model
+from halfstep._tools.user_code import Place, is_users, only_stacks, user_place, whole_model
 from halfstep._tools.watch.bad_steps import have_finite_values
 
 MOST_CALLS = 4096
@@ -372,15 +373,14 @@ class CallLog:
         self.halves.put(args[0], Writes(place, norms.amax() * (1 if name in _SUMS else math.inf)))
 
     def note_batch(self, batch: Any, dataset: object, functions: Iterable[Any]) -> None:
-        """Note the first function of the user's as the place where a batch is made."""
-        self.dataset = dataset
-        for function in functions:
-            if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
-                call = KeptCall(0, function, Place(function.__code__, 0, function.__globals__))
-                call.forget()
-                for tensor in tensors_in([batch]):
-                    self._last_writes.put(tensor, call)
-                return
+        """Note where a batch is made: the first function of the user's that does not only stack."""
+        self.dataset, plain = dataset, [each for each in functions if type(each) is FunctionType]
+        own = [each for each in plain if is_users(each.__code__.co_filename)]
+        for function in [*(each for each in own if not only_stacks(each.__code__)), *own][:1]:
+            call = KeptCall(0, function, Place(function.__code__, 0, function.__globals__))
+            call.forget()
+            for tensor in tensors_in([batch]):
+                self._last_writes.put(tensor, call)
 
     def wrote(self, tensor: Tensor) -> tuple[Made | None, Place | None]:
         """Return what the loop last wrote to a tensor in this step, or made before, and where.
@@ -464,6 +464,11 @@ class CallLog:
             return None
         reference = self._wholes.get(model)
         return (reference and reference()) or model
+
+    def name_in_models(self, tensor: Tensor) -> str:
+        """Return the name of a tensor of any model that the loop has called, or an empty text."""
+        named = ((names_in(model)(tensor), type(model).__name__) for model in self._wholes)
+        return next((f"{name} of a model ({kind})" for name, kind in named if name), "")
 
     def first_bad(self) -> Made | None:
         """Return the first value of this step that is alive and not finite. Sync: many."""

@@ -18,7 +18,7 @@ from halfstep._tools.measure import is_mask
 from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.replay.kept_calls import KeptCall, Made, needed_for, weights_of
-from halfstep._tools.user_code import Place
+from halfstep._tools.user_code import Place, called_by_user
 from halfstep._tools.watch.bad_steps import are_finite
 from halfstep._tools.watch.call_log import CallLog
 from halfstep._tools.watch.inputs import HOW_TO_STANDARDISE, bad_data, size_text
@@ -70,7 +70,8 @@ class Earlier:
         found = None if value is None else self._diagnosis_of(value)
         if found is None or at is None or found.verdict not in ("maths", "range"):
             return found
-        name = name or names_in(self._model())(tensor) or name_in_code(tensor)
+        name = name or names_in(self._model())(tensor) or called_by_user(tensor) or ""
+        name = name or self._log.name_in_models(tensor) or name_in_code(tensor)
         is_older = self._log.made_bad(tensor) is not None
         comes = (MADE_BEFORE if is_older else COMES_FROM).format(name=name, line=line_text(at.line))
         notes = tuple(note for note in found.notes if note != LEFT_GRADIENTS)

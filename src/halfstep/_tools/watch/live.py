@@ -39,14 +39,16 @@ class LiveSearch:
         self._trace: LiveTrace | None = None
         self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
         self._num_left = self._bad_step = 0
+        self._is_sure = False  # whether no replay of the bad step was finite
 
     @property
     def is_on(self) -> bool:
         """Whether the running step is traced."""
         return self._trace is not None
 
-    def ask(self, model: nn.Module | None, bad_step: int) -> None:
+    def ask(self, model: nn.Module | None, bad_step: int, *, is_sure: bool) -> None:
         self._waiting, self._num_left, self._bad_step = [model], MOST_LIVE, bad_step
+        self._is_sure = is_sure
 
     def begin(self) -> None:
         while self._waiting:
@@ -72,7 +74,9 @@ class LiveSearch:
         self._num_left = 0 if is_last else self._num_left - 1
         found = trace.end(scale)
         if found is not None:
-            yield found, step
+            is_first = self._is_sure and step == self._bad_step + 1
+            self._notes += [f"the op and the numbers are those of step {step}"] * is_first
+            yield found, self._bad_step if is_first else step
         elif trace.came_from_elsewhere:
             yield Diagnosis("none", happened=INNOCENT), step
         elif self._num_left:
@@ -122,15 +126,13 @@ class LiveTrace:
         """End the trace and return the diagnosis; None if nothing was bad or no op is to blame."""
         if modes.dispatch_modes()[-1:] == [self.mode]:
             self._stack.close()
-        blame = self._tracker.root()
-        if blame is None:
+        if (blame := self._tracker.root()) is None:
             return None
         # Either another rank sent the inf or NaN, or no op of this rank made them.
         self.came_from_elsewhere = blame.number == ELSEWHERE or (
             blame.reader == OUTSIDE and distributed.has_ranks()
         )
-        inspection = self._tracker.inspected.get(blame.reader)
-        if inspection is None:
+        if (inspection := self._tracker.inspected.get(blame.reader)) is None:
             return None
         bad, tensor = inspection.bad, inspection.tensor
         verdict, cure = judge_alone(bad, blame, scale, self.model)

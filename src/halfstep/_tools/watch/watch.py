@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._common.numbers import power
 from halfstep._common.text import names_text
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Closure, split_closure, with_closure
@@ -61,6 +62,7 @@ from halfstep._tools.replay.kept_calls import (
     may_learn_from,
     needed_for,
     step_of,
+    trained_by,
     weights_of,
     why_not_again,
 )
@@ -323,6 +325,7 @@ class Watch:
         scale = bad[0].scale if bad else None
         if skipped and not (bad or step.is_bad) and self._check_at_scale_1(kind):
             bad, scale = skipped, 1.0
+            self.notes.append(f"replayed at scale 1; that of the step is {power(skipped[0].scale)}")
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
         with self._about(is_counted=True):
@@ -361,8 +364,10 @@ class Watch:
         if is_begun and self._check_weights():  # before its closure; a loss may hide it
             step.is_bad = True
             return
-        if all(map(math.isfinite, values)):
-            if values and not (call.kwargs or {}).get("create_graph"):  # else it is an inner one
+        is_inner = bool((call.kwargs or {}).get("create_graph"))
+        # A loss is computed of an inner gradient, and its own backward pass comes later.
+        if (is_inner and call.name != "backward") or all(map(math.isfinite, values)):
+            if values and not is_inner:
                 self._growth.note_loss(max(values, key=abs), self._step, call.at and call.at.line)
             if taken is not None:
                 taken.gradients = []
@@ -634,11 +639,13 @@ class Watch:
         is_left_out = root is not None
         calls, before = needed_for(ends), needed_for(self._running.ends_before)
         model, seconds = self._model_of(calls), self._seconds
-        can_repeat = why_not_again(before) is None and self._was_finite
+        is_other = bool(known := trained_by(calls)) and known.isdisjoint(trained_by(before))
+        can_repeat = why_not_again(before) is None and self._was_finite and not is_other
         again = step_of(before, None, scale) if can_repeat else None
         line = ends[-1].at.line if ends and ends[-1].at else None
         usual = self._growth.usual(self._step, line, calls, before)
         usual = replace(usual, max_norm=self._max_norm, step=again, is_known=self._is_known)
+        usual = replace(usual, loss=None, size=None) if is_other else usual
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -654,8 +661,7 @@ class Watch:
                     is_counted = not self.number(self._is_counted)
                     more = "" if is_counted else NOT_COUNTED.format(step=self._step)
                     self.notes.append(f"{LEFT_OUT}{more}")
-                    lines = found.cure.text.splitlines()
-                    text = "\n".join(line for line in lines if LEAVE_OUT not in line)
+                    text = "\n".join(s for s in found.cure.text.splitlines() if LEAVE_OUT not in s)
                     found = replace(found, cure=replace(found.cure, text=text))
                 grown = self._growth.of_carried(found, self._step, calls)
                 found = grown or self._earlier.of_written(found, calls)
@@ -665,8 +671,7 @@ class Watch:
             is_new = found.verdict in ("maths", "range", "scale") and not self._is_known(found)
             if is_new and found.bad is not None:
                 text, change = usual.standardise() if found.bad.is_overflow else ("", None)
-                not_tried = text if change is None else ""
-                hints = [*filter(None, [self._growth.of_collapse(calls), not_tried])]
+                hints = [*filter(None, [self._growth.of_collapse(calls), text * (change is None)])]
                 if hints and (found.cure is None or found.cure.kind == "look"):
                     found = replace(found, cure=Cure("code", "\nor ".join(hints)))
                 else:
@@ -680,7 +685,7 @@ class Watch:
         self.notes.append(f"step {self._step} {was} {why_not}")
         is_skipping = (self._scaler or self._loss_scaler) is not None
         if is_skipping and not is_last:  # later bad steps are skipped and can be traced
-            self._live.ask(self._model_of(needed_for(ends)), self._step)
+            self._live.ask(self._model_of(calls), self._step, is_sure=why_not != WAS_FINITE)
         elif not is_left_out:
             self._report(self._seen_only(root))
 

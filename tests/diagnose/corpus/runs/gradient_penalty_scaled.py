@@ -2,6 +2,7 @@
 # expect: maths sqrt
 # says: of Adam on this batch.*: the loss falls from \d
 # learns: losses[-1] < losses[0]
+# says: replayed at scale 1; that of the step is 2\^8
 # step: 1
 import torch
 from torch import nn

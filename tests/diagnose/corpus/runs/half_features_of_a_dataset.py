@@ -23,10 +23,14 @@ class Views(torch.utils.data.Dataset):
         return self.x[i].half(), self.x[i, 0]
 
 
+def collate(rows):
+    return [torch.stack(each) for each in zip(*rows)]
+
+
 torch.manual_seed(0)
 net = nn.Linear(3, 1)
 opt = torch.optim.SGD(net.parameters(), lr=1e-3)
-for x, y in torch.utils.data.DataLoader(Views(), batch_size=16):
+for x, y in torch.utils.data.DataLoader(Views(), batch_size=16, collate_fn=collate):
     x = x.float() * 1e-5
     loss = (net(x).squeeze(1) - y).square().mean()
     opt.zero_grad()

@@ -2,6 +2,7 @@
 # expect: optimizer div|div_
 # says: gradients were finite
 # step: 11
+# says: not tried over several steps: its loss was not followed
 import torch
 from torch import nn
 
