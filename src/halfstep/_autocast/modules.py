@@ -167,10 +167,8 @@ class Island(NamedTuple):
 class Wrapped:
     """The mixin class that precedes the original class of a wrapped module."""
 
-    _islands: tuple[Island, ...] = ()
-    """The islands from keep(); the last one applies."""
-    _path = ""
-    """Its name in the model, if a policy has rules for it."""
+    _islands: tuple[Island, ...] = ()  # the islands from keep(); the last one applies
+    _path = ""  # its name in the model, if a policy has rules for it
     _dtypes: frozenset[torch.dtype] = frozenset()
     """Those of its parameters and buffers when it was wrapped."""
     _own_forward: Callable[..., Any] | None = None

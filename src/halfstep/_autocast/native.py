@@ -31,8 +31,7 @@ import torch
 from halfstep._pytorch import autograd, dispatch
 from halfstep._pytorch.dispatch import Kernel, overload
 
-NUM_WATCHED = 2
-"""Contexts in a row without need after which halfstep's kernels leave."""
+NUM_WATCHED = 2  # contexts in a row without need after which halfstep's kernels leave
 
 NUM_UNWATCHED = 500
 """Contexts after which some are watched again: registering 11 kernels takes some 0.3 ms."""
@@ -101,8 +100,7 @@ class Products:
             kernels.register(overload(op), self._key, self._kernels[op])
 
 
-products: dict[str, Products] = {}
-"""By device type."""
+products: dict[str, Products] = {}  # by device type
 
 
 class _Thread(threading.local):

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep._pytorch import amp, modes, storages
 
-SMALL = 2**17
-"""Size in bytes below which casting a weight on the CPU is faster than a lookup."""
+SMALL = 2**17  # size in bytes below which casting a weight on the CPU is faster than a lookup
 
 # --- the casts of one weight ----------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(list(value.values()))
 
 
-MOST_REACHED = 10_000
-"""Maximum number of values that are searched for tensors."""
+MOST_REACHED = 10_000  # maximum number of values that are searched for tensors
 
 
 def values_reached(value: Any, leave_out: tuple[type, ...]) -> Iterator[Any]:

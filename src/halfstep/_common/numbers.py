@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-NONE = "-"
-"""The placeholder for a missing number."""
+NONE = "-"  # the placeholder for a missing number
 
 
 def count(value: int) -> str:

@@ -30,8 +30,7 @@ from halfstep._pytorch.modes import is_fake
 PIECE, LARGE_PIECE = 1 << 19, 1 << 24
 """Entries converted at a time: on a CPU in its cache, on other devices with few launches of ops."""
 
-_HALF = 1 << 15
-"""Half a unit in the last place of bfloat16, in the integer bits of float32."""
+_HALF = 1 << 15  # half a unit in the last place of bfloat16, in the integer bits of float32
 
 Memory = Callable[[int, torch.device], Tensor]
 """A function that returns float32 memory of a size on a device."""
@@ -128,8 +127,7 @@ class Float32(Store):
             kept.copy_(weight)
 
 
-STORES: dict[str, Store] = {each.name: each for each in (Split(), Float32())}
-"""The stores by name."""
+STORES: dict[str, Store] = {each.name: each for each in (Split(), Float32())}  # the stores by name
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -165,8 +163,7 @@ ALIGNMENT = 16
 """Entries to which weights in a block are aligned: results of reductions depend on alignment."""
 SMALL = 1 << 16
 """Largest size of parameters that are converted together, in entries: call overhead dominates."""
-TOGETHER = 64
-"""Largest number of parameters converted together; it bounds the memory of the block."""
+TOGETHER = 64  # largest number of parameters converted together; it bounds the memory of the block
 
 
 def _aligned(size: int) -> int:

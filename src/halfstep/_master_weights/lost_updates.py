@@ -24,10 +24,8 @@ from halfstep._pytorch.optim import optimizer_step_depth
 
 LOOKED_AT = 1 << 16
 """Approximate number of entries of a weight that are inspected, and copied before a step."""
-NUM_ROWS = 16
-"""Minimum number of rows in a sample."""
-ROW = 1024
-"""Length of the rows into which a vector is split."""
+NUM_ROWS = 16  # minimum number of rows in a sample
+ROW = 1024  # length of the rows into which a vector is split
 
 
 def looked_at(values: Tensor, limit: int | None = None) -> Tensor:

@@ -58,8 +58,7 @@ from halfstep._pytorch.optim import (
 from halfstep._scaler import is_guarded
 from halfstep.errors import CallOrderError
 
-LOWER = (torch.bfloat16, torch.float16)
-"""The dtypes whose parameters may have master weights."""
+LOWER = (torch.bfloat16, torch.float16)  # the dtypes whose parameters may have master weights
 UNTOUCHED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The dtypes whose parameters are left alone."""
 

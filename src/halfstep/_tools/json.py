@@ -22,8 +22,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Finite: TypeAlias = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Magnitude: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
-LARGEST = 2.0**128
-"""An upper bound of all finite float32 numbers."""
+LARGEST = 2.0**128  # an upper bound of all finite float32 numbers
 Scale: TypeAlias = Annotated[float, Meta(ge=2.0**-149, le=LARGEST)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]

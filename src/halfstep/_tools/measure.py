@@ -65,8 +65,7 @@ def ends_of(values: Tensor) -> tuple[float, float]:
     return low, high
 
 
-_MASKED = -1e3
-"""The largest number that takes the place of -inf in an additive mask."""
+_MASKED = -1e3  # the largest number that takes the place of -inf in an additive mask
 MINUS_INF, INF, NAN = range(3)
 """Severities of non-finite values: NaN and inf propagate; -inf alone may come from a mask."""
 
@@ -104,8 +103,7 @@ def is_mask(tensor: Tensor) -> bool:
     return is_single or (low < high < math.inf and bool(((values == low) | (values == high)).all()))
 
 
-LARGE_DATA = 50.0
-"""The size of a value from which on it is large for an input or a target."""
+LARGE_DATA = 50.0  # the size of a value from which on it is large for an input or a target
 
 
 def is_large_in_most(tensor: Tensor) -> bool:

@@ -22,8 +22,7 @@ from halfstep._pytorch import compiler, optim
 not_compiled = functools.partial(compiler.do_not_compile_alone, nor_below=False)
 """A decorator: torch.compile must not start a graph in the function, but may in its callees."""
 
-Around = Callable[..., Any]
-"""A wrapper, called as ``around(original, *args, **kwargs)``."""
+Around = Callable[..., Any]  # a wrapper, called as `around(original, *args, **kwargs)`
 
 
 class Patches(ExitStack):

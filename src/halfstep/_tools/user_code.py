@@ -277,8 +277,7 @@ def whole_of(tensor: Tensor) -> Tensor:
     return next(wholes, tensor)
 
 
-_LONGEST = 40
-"""The number of characters of the longest expression that serves as a name."""
+_LONGEST = 40  # the number of characters of the longest expression that serves as a name
 
 
 def _repeated_arguments() -> Iterator[tuple[str, Any, Place]]:

@@ -65,8 +65,7 @@ OF_CAST = (
 )
 MOST_RULES = 3
 """The largest number of rules that are added to a policy before another dtype is tried."""
-SMALLEST_SCALE = 1.0
-"""The smallest loss scale that is tried."""
+SMALLEST_SCALE = 1.0  # the smallest loss scale that is tried
 
 
 def smaller_scale(trial: CureTrial, scale: float, bad: BadOp) -> float | None:
@@ -212,8 +211,7 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
     return form or _best(trial, first, [], (of_edit(trial, call, edit) for edit in edits))
 
 
-MOST_ORIGINS = 4
-"""The largest number of ops before the bad one for which a rule is tried."""
+MOST_ORIGINS = 4  # the largest number of ops before the bad one for which a rule is tried
 
 
 def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
@@ -251,8 +249,7 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RUL
     return None
 
 
-NEAR = 16.0
-"""How far from the limit of its dtype a result is that may reach it in a later step."""
+NEAR = 16.0  # how far from the limit of its dtype a result is that may reach it in a later step
 
 
 def _with_siblings(
@@ -345,19 +342,15 @@ def of_inputs(trial: CureTrial, other: Cure | None = None) -> Cure | None:
 
 # --- edits ----------------------------------------------------------------------------------------
 
-MOST_EDITS = 3
-"""The largest number of calls that are edited together."""
-MOST_EDITS_TRIED = 8
-"""The largest number of edits of one call that are tried."""
-MOST_REPLAYS = 64
-"""The number of replays of a diagnosis after which no more edits are tried."""
+MOST_EDITS = 3  # the largest number of calls that are edited together
+MOST_EDITS_TRIED = 8  # the largest number of edits of one call that are tried
+MOST_REPLAYS = 64  # the number of replays of a diagnosis after which no more edits are tried
 OF_PARAMETER = (
     "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
 )
 SHIFTED = "it is an equal formula: with another shift the losses are the same"
-_SAME = 1e-2
-"""The largest relative difference of two losses that are the same."""
+_SAME = 1e-2  # the largest relative difference of two losses that are the same
 OF_COVARIANCE = (
     "keep {names} above 0, as by F.softplus({first}) + 1e-4 in place of {first}, and so each other "
     "variance in the matrix: where one is below 0, it is not positive definite"
@@ -512,8 +505,7 @@ def _best(
     return _where_to_look(blame, makers)
 
 
-MOST_FINITE = 6
-"""The number of changes with which the step is finite after which no more are tried."""
+MOST_FINITE = 6  # the number of changes with which the step is finite after which no more are tried
 MOST_FORMS = 3
 """The largest number of ways to rewrite the formulas around a bad call that are tried."""
 
@@ -568,10 +560,8 @@ IN_LOGS = (
     "of a / b, and exp at the end; or make the exponent smaller, by a larger temperature"
 )
 LOOK = "check why what it reads is out of its range, where that is made"
-MOST_MAKERS = 3
-"""The largest number of calls before the bad one whose results are clamped in turn."""
-MOST_OF_RESULT = 4
-"""The largest number of edits of one of these results that are tried."""
+MOST_MAKERS = 3  # the largest number of calls before the bad one whose results are clamped in turn
+MOST_OF_RESULT = 4  # the largest number of edits of one of these results that are tried
 
 
 def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:

@@ -55,8 +55,7 @@ from halfstep._tools.user_code import owners_in, whole_of
 from halfstep.errors import RanksError
 from halfstep.events import observe_ops
 
-SECONDS = 30.0
-"""The default limit of the time for the replays of a step."""
+SECONDS = 30.0  # the default limit of the time for the replays of a step
 OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
     "ops are not seen (another thread, a library outside of PyTorch)"

@@ -22,8 +22,7 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Verdict = Literal["none", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
-A_NUMBER = "the number nan"
-"""The text that stands for the tensor's name if a Python number is NaN."""
+A_NUMBER = "the number nan"  # the text that stands for the tensor's name if a Python number is NaN
 BY_THE_OP_ALONE = "judged by the op alone"
 """The end of a note: no replay of the whole step in float32 was finite."""
 CureKind = Literal["policy", "scale", "dtype", "code", "data", "look"]
@@ -264,8 +263,7 @@ def parts(found: Diagnosis) -> Iterator[str | Code]:
         yield Code(text) if number % 2 else text
 
 
-_NAME = "\0"
-"""The mark at the start and the end of a name."""
+_NAME = "\0"  # the mark at the start and the end of a name
 
 
 def _said(found: Diagnosis, *, with_line: bool) -> str:
@@ -379,8 +377,7 @@ def _cure(cure: Cure) -> list[str]:
     return [head, *(f"  {text}" for text in (*cure.text.splitlines(), *shown(cure)))]
 
 
-_STANDS = 1e-4
-"""The largest relative change of a loss that stands."""
+_STANDS = 1e-4  # the largest relative change of a loss that stands
 
 
 def fall(losses: tuple[float, ...]) -> float:
@@ -412,10 +409,8 @@ def _course(cure: Cure) -> str:
     return "" if cure.has_small_steps else f": the loss rises from {first} to {last}"
 
 
-MOST_OF_AN_ERROR = 160
-"""The number of characters of an error's message that are shown."""
-_AROUND = 2
-"""The number of lines of source that are shown before and after the bad one."""
+MOST_OF_AN_ERROR = 160  # the number of characters of an error's message that are shown
+_AROUND = 2  # the number of lines of source that are shown before and after the bad one
 
 
 def short_error(error: BaseException) -> str:

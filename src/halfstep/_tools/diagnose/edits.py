@@ -22,17 +22,14 @@ from halfstep._tools.measure import is_large_in_most
 Expression = Callable[[Any, float], str | None]
 """A function from a value and a small number to an expression; None if none fits the value."""
 
-CALL = "call"
-"""The slot of the call itself."""
+CALL = "call"  # the slot of the call itself
 OPERAND = "operand"
 """The slot of the call itself, if an expression of what it is called on takes its place."""
 SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 """Functions that return parts of a tensor as a tuple."""
 DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
-NARROW = "narrow"
-"""The slot that stands for all arguments in float16 and bfloat16."""
-RATIO = "ratio"
-"""The slot that stands for both arguments of a ratio of new to old probabilities."""
+NARROW = "narrow"  # the slot that stands for all arguments in float16 and bfloat16
+RATIO = "ratio"  # the slot that stands for both arguments of a ratio of new to old probabilities
 USUAL_NAMES = ("input", "other", "var")
 """The usual parameter names of the first arguments of PyTorch's functions."""
 
@@ -380,8 +377,7 @@ def _normed(value: Any, eps: float) -> str | None:
     return "F.layer_norm({0}, {0}.shape[-1:])" if is_matrix else None
 
 
-NORM = Edit((0,), _normed)
-"""A norm of what a call reads, if that grows from call to call."""
+NORM = Edit((0,), _normed)  # a norm of what a call reads, if that grows from call to call
 
 
 def shifts_of(sums: Iterable[tuple[str, str]]) -> Iterator[tuple[Edit, Edit]]:
@@ -422,8 +418,7 @@ _OF_EXPONENTS = (
     Edit((CALL,), _of_weights("2 * torch.tanh({} / 2)")),
 )
 _OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
-RECTIFIERS = ("relu", "clamp", "clamp_min")
-"""Functions whose results are often exactly 0."""
+RECTIFIERS = ("relu", "clamp", "clamp_min")  # functions whose results are often exactly 0
 _OF_RECTIFIED = (Edit((OPERAND,), _smoothed, told="torch.nn.Softplus()"),)
 
 

@@ -17,8 +17,7 @@ class Flaw(IntEnum):
     NOT_FINITE = 3
 
 
-MOST = 0.5
-"""The share of values above which an edit computes something else."""
+MOST = 0.5  # the share of values above which an edit computes something else
 NEARLY = 0.9
 """The factor by which that share falls in a trial if the values come back, and a share of all."""
 

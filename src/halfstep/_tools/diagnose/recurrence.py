@@ -27,10 +27,8 @@ from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import makes_no_values
 from halfstep._tools.user_code import Place, user_place
 
-_LEAST_CALLS = 8
-"""The number of calls from which on values may grow steadily."""
-_LEAST_GROWTH = 1e6
-"""The growth over all calls from which on it is one."""
+_LEAST_CALLS = 8  # the number of calls from which on values may grow steadily
+_LEAST_GROWTH = 1e6  # the growth over all calls from which on it is one
 ORTHOGONAL = (
     'torch.nn.init.orthogonal_(model.get_parameter("{0}"))  # once, before the first step\n'
     "or bound what it is multiplied by in each call, as tanh and a norm do"

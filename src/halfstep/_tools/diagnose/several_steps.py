@@ -33,15 +33,11 @@ NOT_LARGE: Standardise = lambda: ("", None)  # noqa: E731
 Step = Callable[[], object]
 LEAST_STEPS, MOST_STEPS = 5, 20
 """The least number of steps that show whether a loss falls, and the largest number."""
-LARGEST = 2**31
-"""The largest size in bytes of all weights that are moved."""
-FAR = 10.0
-"""The factor by which the loss of a batch may exceed the usual one of the run."""
-FAR_GRADIENT = 100.0
-"""The factor by which the first gradient may exceed that of the step before."""
+LARGEST = 2**31  # the largest size in bytes of all weights that are moved
+FAR = 10.0  # the factor by which the loss of a batch may exceed the usual one of the run
+FAR_GRADIENT = 100.0  # the factor by which the first gradient may exceed that of the step before
 _SMALL_LOSS = 1e-3
-_RATE = 0.01
-"""The length of a small step, as a share of the norm of a parameter."""
+_RATE = 0.01  # the length of a small step, as a share of the norm of a parameter
 _LEAST_SIZE = 0.01
 """The size of the entries of a parameter that is smaller, such as a bias of zeros."""
 

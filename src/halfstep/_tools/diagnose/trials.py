@@ -48,10 +48,8 @@ from halfstep._tools.user_code import model_of, user_line
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
 
-SHARE = 0.1
-"""The longest time for several steps, as a share of that for all replays."""
-MOST_SECONDS = 3.0
-"""The longest time for several steps, in seconds."""
+SHARE = 0.1  # the longest time for several steps, as a share of that for all replays
+MOST_SECONDS = 3.0  # the longest time for several steps, in seconds
 NOT_TRIED = "not tried over several steps"
 CLIPPED = (
     "clip the gradients before each step, too: "
@@ -260,8 +258,7 @@ class _Nearness(OpObserver):
 
 # --- rounding -------------------------------------------------------------------------------------
 
-_NEAR = 4
-"""The distance from the bad op, in ops, below which an eps is searched for."""
+_NEAR = 4  # the distance from the bad op, in ops, below which an eps is searched for
 
 
 def _in_float32(call: OpCall) -> list[Tensor]:

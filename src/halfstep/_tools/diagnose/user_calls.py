@@ -69,8 +69,7 @@ class _Running(NamedTuple):
     kwargs: dict[str, Any]
 
 
-Edits = tuple[tuple[UserCall, Edit], ...]
-"""Known calls, each with an edit of it."""
+Edits = tuple[tuple[UserCall, Edit], ...]  # known calls, each with an edit of it
 
 
 class UserCalls(TorchFunctionMode):
@@ -262,8 +261,7 @@ def variable_of(parameter: Tensor) -> str:
     return str(re.findall(r"[^\W\d]\w*", name)[-1])
 
 
-FEW = 32
-"""The number of values below which a share says nothing."""
+FEW = 32  # the number of values below which a share says nothing
 
 
 class _Changes:
@@ -350,8 +348,7 @@ def _named(bad: Tensor, what: str) -> str:
     return f"{named} of {len(bad):,} (from 0)"
 
 
-MOST_NAMED = 8
-"""The largest number of bad rows, or columns, that are named."""
+MOST_NAMED = 8  # the largest number of bad rows, or columns, that are named
 
 
 def _is_in_call(

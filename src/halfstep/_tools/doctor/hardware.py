@@ -19,12 +19,9 @@ from halfstep._pytorch.devices import has_safe_float16
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
-WORTH_IT = 1.2
-"""The smallest multiple of the fp32 speed that counts as fast."""
-STEADY = 1.1
-"""The largest ratio of the two best times of a work that confirm each other."""
-NOISY = 1.5
-"""The smallest ratio of the median to the best time that makes a measurement noisy."""
+WORTH_IT = 1.2  # the smallest multiple of the fp32 speed that counts as fast
+STEADY = 1.1  # the largest ratio of the two best times of a work that confirm each other
+NOISY = 1.5  # the smallest ratio of the median to the best time that makes a measurement noisy
 AS_GOOD = 0.8
 """The smallest fraction of the fp16 speed at which bf16 is preferred: it needs no scaler."""
 
@@ -99,8 +96,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 30
 MOST_CALLS, LONG = 4, 0.2
 """The calls of a work in a round, and the seconds after which no further one begins."""
 
-LONGEST = 3
-"""How often the usual duration may pass while the best times are not confirmed."""
+LONGEST = 3  # how often the usual duration may pass while the best times are not confirmed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

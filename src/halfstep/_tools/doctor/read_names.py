@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-Written: TypeAlias = "tuple[ast.expr, NameScope]"
-"""An expression, and the scope of its names."""
+Written: TypeAlias = "tuple[ast.expr, NameScope]"  # an expression, and the scope of its names
 Bindings: TypeAlias = "dict[str, list[Written | None]]"
 """The expressions bound to names; None for unknown ones, such as parameters and loop targets."""
 

@@ -26,13 +26,11 @@ from halfstep._tools.doctor.read_sites import (
 )
 from halfstep._tools.doctor.read_values import Meaning
 
-MOST_NESTED_CALLS = 5
-"""The depth to which function calls are followed."""
+MOST_NESTED_CALLS = 5  # the depth to which function calls are followed
 MOST_SITES = 5000
 """The largest number of visits for a root, since nested functions can multiply the calls."""
 
-UNKNOWN = -1
-"""The number of scalings of a value that may or may not be scaled."""
+UNKNOWN = -1  # the number of scalings of a value that may or may not be scaled
 LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 """A pattern for names that are typical for a loss."""
 _OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)

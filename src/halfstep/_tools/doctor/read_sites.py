@@ -31,8 +31,7 @@ class Around:
         return int(getattr(self.node, "lineno", 0))
 
 
-Inside: TypeAlias = tuple[Around, ...]
-"""The constructs around a call, outermost first."""
+Inside: TypeAlias = tuple[Around, ...]  # the constructs around a call, outermost first
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,12 @@ class Site:
 # --- paths and conditions -------------------------------------------------------------------------
 
 
-MOST_PATHS = 16
-"""The largest number of paths that are kept; dropping paths can only hide findings."""
+MOST_PATHS = 16  # the largest number of paths that are kept; dropping paths can only hide findings
 
 Names: TypeAlias = Mapping[str, "str | int"]
 """The meanings of names on a path: another name, or how often a loss was scaled."""
 
-MIXED = "<mixed precision>"
-"""The name of all conditions that decide whether the loss is scaled."""
+MIXED = "<mixed precision>"  # the name of all conditions that decide whether the loss is scaled
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,9 @@ from typing import IO, Any
 from halfstep._tools.json import to_plain
 from halfstep.errors import RecordError
 
-SCHEMA = 1
-"""Version of the events; the first line of each segment contains it."""
+SCHEMA = 1  # version of the events; the first line of each segment contains it
 
-RUNS = Path("runs")
-"""The default folder for records."""
+RUNS = Path("runs")  # the default folder for records
 
 Event = dict[str, Any]
 

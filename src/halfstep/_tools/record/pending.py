@@ -15,10 +15,8 @@ from halfstep._pytorch.devices import Transfer, to_device, to_host
 from halfstep._scaler import Outcome, pack, unpack
 from halfstep._tools.record.files import Event
 
-MOST_WAITING = 64
-"""Number of waiting steps that triggers a read."""
-LONGEST_WAIT = 0.25
-"""Seconds since the last read after which the end of a step triggers one."""
+MOST_WAITING = 64  # number of waiting steps that triggers a read
+LONGEST_WAIT = 0.25  # seconds since the last read after which the end of a step triggers one
 
 
 @dataclass(frozen=True)

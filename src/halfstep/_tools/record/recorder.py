@@ -59,12 +59,9 @@ from halfstep.sinks import Sink
 BEGAN_ELSEWHERE = (Reason.LOSS, Reason.AFTER_UNSCALE)
 """Reasons of skips that began neither in a module's backward pass nor by the scale."""
 
-NUM_CULPRITS = 20
-"""Maximum number of names of parameters or buffers written for a step."""
-MOST_NORMS = 16
-"""Maximum number of measured norms that wait for their step."""
-MOST_IN_TURN = 4
-"""Maximum number of consecutive sampled steps if several optimizers step in turn."""
+NUM_CULPRITS = 20  # maximum number of names of parameters or buffers written for a step
+MOST_NORMS = 16  # maximum number of measured norms that wait for their step
+MOST_IN_TURN = 4  # maximum number of consecutive sampled steps if several optimizers step in turn
 MOST_BACKWARD = 256
 """Number of backward passes without an optimizer step after which a sample is discarded."""
 MOST_WAITS = 4

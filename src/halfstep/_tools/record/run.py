@@ -230,8 +230,7 @@ class End(_Event, tag="end", frozen=True):
     time: Seconds | None = None  # since the first segment of the record began
 
 
-LINES = tuple(_Event.__subclasses__())
-"""What the lines of a record may be."""
+LINES = tuple(_Event.__subclasses__())  # what the lines of a record may be
 
 
 def seen_in(products: Mapping[str, int]) -> dict[str, int]:

@@ -32,8 +32,7 @@ from halfstep._tools.statistics import Statistics, merged
 from halfstep._tools.trace.rows import grouped
 from halfstep.events import PolicyOnDevice, active_policies, observe_contexts
 
-OUTERMOST = "(model)"
-"""The name of the outermost module."""
+OUTERMOST = "(model)"  # the name of the outermost module
 COMPILED = (
     "parts of the model are compiled: the outputs of modules inside them are not sampled, but "
     "their parameters and the gradients of these are"
@@ -252,8 +251,7 @@ def _is_being_built(module: nn.Module) -> bool:
 
 MOST_ROWS = 256
 """The most tensors of a kind that a sample has one by one: a quarter of them the worst."""
-OTHERS = "(others)"
-"""The name of the row that adds up the other tensors of a kind and dtype."""
+OTHERS = "(others)"  # the name of the row that adds up the other tensors of a kind and dtype
 
 
 def bounded(measured: Sequence[Measured]) -> list[Measured]:

@@ -36,10 +36,8 @@ from halfstep._tools.trace.ops import OpPlace, by_name, makes_no_values, only_al
 from halfstep._tools.trace.rows import Phase
 from halfstep._tools.user_code import called_by_user
 
-OUTSIDE = -1
-"""The number in the blame for a tensor that was bad before the replay."""
-ELSEWHERE = -2
-"""The number in the blame for a tensor from another rank."""
+OUTSIDE = -1  # the number in the blame for a tensor that was bad before the replay
+ELSEWHERE = -2  # the number in the blame for a tensor from another rank
 
 _FILLS = {
     *("fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_"),

@@ -53,8 +53,7 @@ class OpObserver:
     # The undo log of the replay, set when the replay begins. It holds the values of tensors from
     # before they were written to.
     undo: UndoLog
-    is_settled = False
-    """Whether the result is known without a backward pass from the losses so far."""
+    is_settled = False  # whether the result is known without a backward pass from the losses so far
     sees_ops = True
     """Whether :meth:`before` and :meth:`after` are called; a replay without them is faster."""
 

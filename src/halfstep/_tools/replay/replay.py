@@ -35,11 +35,9 @@ from halfstep._tools.replay.variant import EnteredAutocast, Variant, autocast_as
 from halfstep._tools.user_code import owners_in
 from halfstep.events import PolicyOnDevice, unobserved
 
-_ALWAYS = 2
-"""The number of replays that are made even if they take too long."""
+_ALWAYS = 2  # the number of replays that are made even if they take too long
 
-BY_HAND = 16.0
-"""The smallest factor of a loss that counts as its scale."""
+BY_HAND = 16.0  # the smallest factor of a loss that counts as its scale
 
 
 @dataclass

@@ -35,8 +35,7 @@ _OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "
 """Packages whose objects another thread may change at any time."""
 MOST_HELD = 100_000
 """The largest number of values in modules and optimizers that are saved, outer ones first."""
-LARGEST_ARRAY = 2**24
-"""The size in bytes of the largest NumPy array that is saved."""
+LARGEST_ARRAY = 2**24  # the size in bytes of the largest NumPy array that is saved
 
 
 class UndoLog:

@@ -27,8 +27,7 @@ from halfstep._tools.watch.skips import ENDLESS, MANY
 
 _DEFAULT_SCALE = 2.0**16
 _AVERAGE = "average the loss where it is a sum, as over pixels, or divide it by a constant;"
-MANIFOLD = 10.0
-"""The factor from which on a loss has risen, whatever the training."""
+MANIFOLD = 10.0  # the factor from which on a loss has risen, whatever the training
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
@@ -443,8 +442,7 @@ def _course(loss: Curve, *, is_one: bool) -> str:
 
 # --- steps that were replayed ---------------------------------------------------------------------
 
-MOST_PLACES = 5
-"""The largest number of places with a sentence of their own; the rest are counted."""
+MOST_PLACES = 5  # the largest number of places with a sentence of their own; the rest are counted
 _REPLAYED = {
     True: " Cure, finite in a replay: ",
     False: " Tried, and not enough: ",

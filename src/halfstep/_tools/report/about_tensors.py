@@ -23,8 +23,7 @@ from halfstep._tools.report.summary import NOTABLE, Layer, Summary
 
 HARMFUL, SEVERE = 0.05, 0.5
 """Limits of warnings and of problems, for shares of underflow and of lost updates."""
-LITTLE_HEADROOM = 1.0
-"""The headroom, in bits, below which an output is close to overflow."""
+LITTLE_HEADROOM = 1.0  # the headroom, in bits, below which an output is close to overflow
 FEW_SAMPLES = 3
 
 

@@ -13,10 +13,8 @@ from halfstep._common.text import Code, Sentence, say
 from halfstep._common.text import names as names_in_text
 from halfstep._tools.report.summary import Summary
 
-ALIKE = 0.02
-"""The relative difference up to which losses, times and lengths are about the same."""
-_SAME_LOSS = 2.0
-"""The factor above which first losses belong to different tasks or units."""
+ALIKE = 0.02  # the relative difference up to which losses, times and lengths are about the same
+_SAME_LOSS = 2.0  # the factor above which first losses belong to different tasks or units
 
 
 @dataclass(frozen=True)

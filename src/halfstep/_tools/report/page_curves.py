@@ -18,11 +18,9 @@ from halfstep._tools.report.summarize import RECENT, Track, tracks_of
 from halfstep._tools.report.summary import NOTABLE
 from halfstep._tools.trace.rows import grouped
 
-UNITS = 1000
-"""Side length of a plot in its own units; the page scales it."""
+UNITS = 1000  # side length of a plot in its own units; the page scales it
 
-Tick: TypeAlias = tuple[float, str]
-"""Position in percent of the side, and label."""
+Tick: TypeAlias = tuple[float, str]  # position in percent of the side, and label
 
 Key: TypeAlias = Literal["loss", "scale", "norm", "share_lost_updates"]
 TITLES: dict[Key, str] = {

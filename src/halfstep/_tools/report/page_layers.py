@@ -27,8 +27,7 @@ KIND_TITLES: dict[Kind, str] = {
 }
 
 MOST_HISTOGRAMS = 240
-HEIGHT = 26
-"""The height of a histogram, in pixels and in units."""
+HEIGHT = 26  # the height of a histogram, in pixels and in units
 
 _LOWEST, _HIGHEST = -72, 48
 """The range of exponents; the bins at the ends include all beyond it."""
@@ -243,8 +242,7 @@ def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
 # --- cells ----------------------------------------------------------------------------------------
 
 
-_Cell: TypeAlias = list[SampledTensor]
-"""One layer in the samples of one column."""
+_Cell: TypeAlias = list[SampledTensor]  # one layer in the samples of one column
 _Cells: TypeAlias = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
 
 

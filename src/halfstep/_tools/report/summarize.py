@@ -33,8 +33,7 @@ from halfstep._tools.report.summary import (
 from halfstep._tools.trace.rows import grouped
 from halfstep._tools.watch.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
 
-RECENT = 20
-"""The number of steps that recent values average over."""
+RECENT = 20  # the number of steps that recent values average over
 _OVERFLOW, _STUCK = "overflow", "non-finite down to min_scale"  # values of halfstep.Reason
 _NUM_PARAMETERS = 20
 

@@ -18,10 +18,8 @@ from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.run import Header, Kind, Note, PolicySeen, ran_lower
 from halfstep._tools.watch.skips import ENDLESS
 
-NOTABLE = 0.01
-"""The share of lost gradient entries or updates from which on it is mentioned."""
-FEW = 0.01
-"""The share of skipped steps that is normal in dynamic scaling."""
+NOTABLE = 0.01  # the share of lost gradient entries or updates from which on it is mentioned
+FEW = 0.01  # the share of skipped steps that is normal in dynamic scaling
 OTHER_CAUSES = ("range", "maths", "growth", "optimizer", "data")
 """The verdicts of diagnoses that found a cause other than the scale."""
 State: TypeAlias = Literal["ended", "failed", "running", "no end"]

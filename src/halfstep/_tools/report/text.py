@@ -16,12 +16,9 @@ from halfstep._tools.report import about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import NOTABLE, Summary
 
-FOLLOWED = "What followed"
-"""The heading of the consequences of a problem, in all forms."""
-SCHEMA = 1
-"""The version of the ``--json`` output; it changes unless fields are only added."""
-ENOUGH = 10
-"""Number of steps from which a run without problems is called well."""
+FOLLOWED = "What followed"  # the heading of the consequences of a problem, in all forms
+SCHEMA = 1  # the version of the `--json` output; it changes unless fields are only added
+ENOUGH = 10  # number of steps from which a run without problems is called well
 _GRADIENTS: dict[Kind, str] = {"parameter_gradient": "a parameter", "output_gradient": "an output"}
 
 

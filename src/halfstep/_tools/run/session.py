@@ -488,8 +488,7 @@ def _by_option(found: Diagnosis, options: Options, rules: dict[str, None]) -> Di
 
 # --- the last lines -------------------------------------------------------------------------------
 
-HARMFUL = 0.05
-"""The share of lost updates from which on it is said."""
+HARMFUL = 0.05  # the share of lost updates from which on it is said
 
 
 def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> Iterator[str]:
@@ -538,8 +537,7 @@ def recorded(num_steps: int, num_skipped: int, seen: Seen) -> str:
 VARIABLE = "HALFSTEP_RUN"
 """The environment variable with the options of a run, for the processes that its program starts."""
 
-HOOK = str(Path(__file__).parent / "children")
-"""The folder of the hook, ``sitecustomize.py``."""
+HOOK = str(Path(__file__).parent / "children")  # the folder of the hook, `sitecustomize.py`
 
 
 @contextmanager

@@ -290,8 +290,7 @@ class Comparison:
 
 SPREAD = 8.0
 TIMES = 4.0
-MOST = 0.5
-"""The largest tolerance derived from depth: a larger error leaves little of the value."""
+MOST = 0.5  # the largest tolerance derived from depth: a larger error leaves little of the value
 
 
 class Tolerance(NamedTuple):
@@ -404,8 +403,7 @@ def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
 # --- text -----------------------------------------------------------------------------------------
 
 OUTSIDE = "ops outside of its modules, or the loss"
-MOST_PASSING = 12
-"""The largest number of passed modules that are printed."""
+MOST_PASSING = 12  # the largest number of passed modules that are printed
 HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
 
 

@@ -142,8 +142,7 @@ def _loss_of(output: Any, of: str) -> Tensor:
 
 # --- restoring a model ----------------------------------------------------------------------------
 
-SEED = 0
-"""The seed of all random number generators in each pass."""
+SEED = 0  # the seed of all random number generators in each pass
 
 
 @contextmanager

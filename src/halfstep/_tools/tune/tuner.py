@@ -33,8 +33,7 @@ from halfstep._tools.tune.passes import (
 )
 
 MANY_ZEROS = 0.05
-MOST_OPS = 3
-"""The largest number of ops that may replace an island."""
+MOST_OPS = 3  # the largest number of ops that may replace an island
 
 
 def self_check(

@@ -51,10 +51,8 @@ MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
 MOST_MODELS = 256
 """The largest number of model calls with gradients that are kept since the last step."""
-MOST_EVALUATED = 16
-"""The largest number of model calls without gradients that a replay can repeat."""
-MOST_CHECKED = 256
-"""The largest number of values that are checked when a loop ends with an error."""
+MOST_EVALUATED = 16  # the largest number of model calls without gradients that a replay can repeat
+MOST_CHECKED = 256  # the largest number of values that are checked when a loop ends with an error
 MOST_COPIED = 2**28
 """The largest size in bytes of all tensors that are copied in a step before the loop overwrites
 them, and of those that are held since it wrote their values to others."""

@@ -32,8 +32,7 @@ from halfstep._tools.user_code import is_called_by_a_scaler
 from halfstep._tools.watch.bad_steps import are_finite
 from halfstep._tools.watch.call_log import CallLog, LoggedCall, unseen
 
-MOST_READ = 1024
-"""The largest number of entries of a tensor that is checked when the loop reads it."""
+MOST_READ = 1024  # the largest number of entries of a tensor that is checked when the loop reads it
 _LEFT_OUT = ("_foreach_", "_fused_", "_amp_", "_record_function_")
 """Prefixes of functions that optimizers, scalers and profilers call."""
 _READS = {"item", "tolist", "numpy", "__float__", "__bool__", "__array__"}

@@ -45,8 +45,7 @@ _OUTLIER = 1e4
 _DIFFERENCES = ("sub", "__sub__", "__rsub__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "linear", "addmm", "einsum")
 _PARTS = ("__getitem__", "index_select", "to", "float", "half", "bfloat16")
-_LONGEST = 40
-"""The number of characters of the longest call that serves as a name."""
+_LONGEST = 40  # the number of characters of the longest call that serves as a name
 _SIZES = ("abs", "__abs__", "pow", "__pow__", "square")
 
 

@@ -23,8 +23,7 @@ from halfstep._tools.replay.undo import UndoLog
 from halfstep.events import observe_ops
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
-MOST_LIVE = 5
-"""The largest number of steps that are traced live after one that cannot be replayed."""
+MOST_LIVE = 5  # the largest number of steps that are traced live after one that cannot be replayed
 SEE_MORE = (
     "to see more, put the step into a function and call halfstep.diagnose(step): it is then run "
     "as it is"

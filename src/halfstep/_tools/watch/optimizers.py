@@ -62,8 +62,7 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
     return None
 
 
-Search = Literal["PyTorch's", "own"]
-"""A line search of an optimizer, by whose code it is."""
+Search = Literal["PyTorch's", "own"]  # a line search of an optimizer, by whose code it is
 
 
 def search_of(optimizer: Optimizer) -> Search | None:

@@ -98,8 +98,7 @@ class _Numbers(Frame):
         return super()._done(statement)
 
 
-_Spot = tuple[_Numbers, ast.expr]
-"""An expression of a frame that is to change."""
+_Spot = tuple[_Numbers, ast.expr]  # an expression of a frame that is to change
 
 
 def of_function(schedules: Iterable[LRScheduler], why: str) -> Cure | None:

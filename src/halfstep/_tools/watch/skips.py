@@ -10,14 +10,10 @@ from typing import Literal
 
 SETTLED = 10
 """The number of taken iterations in a row that shows that a scale is usable: it ends the start."""
-LONGEST_START = 16
-"""The number of skips that brings PyTorch's initial scale down to 1."""
-MOST_FALLS = 8
-"""The largest number of falls until a scale is usable again."""
-ENDLESS = 5
-"""The number of skipped iterations at the end from which on skips count as unending."""
-MANY = 0.1
-"""The share of skipped steps from which on they slow down learning."""
+LONGEST_START = 16  # the number of skips that brings PyTorch's initial scale down to 1
+MOST_FALLS = 8  # the largest number of falls until a scale is usable again
+ENDLESS = 5  # the number of skipped iterations at the end from which on skips count as unending
+MANY = 0.1  # the share of skipped steps from which on they slow down learning
 Search = Literal["start", "growth", "fall"]
 
 

@@ -103,8 +103,7 @@ SPOILT = (
 )
 LEFT_OUT = "the script left this batch out"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
-MOST_DIAGNOSES = 5
-"""The largest number of places that are diagnosed in a run."""
+MOST_DIAGNOSES = 5  # the largest number of places that are diagnosed in a run
 MOST_TRIED = 10
 """The largest number of steps that are diagnosed, including those that go bad at a known place."""
 MOST_CHECKED = 16
@@ -671,7 +670,8 @@ class Watch:
             is_new = found.verdict in ("maths", "range", "scale") and not self._is_known(found)
             if is_new and found.bad is not None:
                 text, change = usual.standardise() if found.bad.is_overflow else ("", None)
-                hints = [*filter(None, [self._growth.of_collapse(calls), text * (change is None)])]
+                text = text if change is None else ""
+                hints = [*filter(None, [self._growth.of_collapse(calls), text])]
                 if hints and (found.cure is None or found.cure.kind == "look"):
                     found = replace(found, cure=Cure("code", "\nor ".join(hints)))
                 else:
@@ -685,7 +685,7 @@ class Watch:
         self.notes.append(f"step {self._step} {was} {why_not}")
         is_skipping = (self._scaler or self._loss_scaler) is not None
         if is_skipping and not is_last:  # later bad steps are skipped and can be traced
-            self._live.ask(self._model_of(calls), self._step, is_sure=why_not != WAS_FINITE)
+            self._live.ask(model, self._step, is_sure=why_not != WAS_FINITE)
         elif not is_left_out:
             self._report(self._seen_only(root))
 
