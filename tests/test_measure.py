@@ -136,6 +136,16 @@ def test_no_nan_and_no_inf_of_a_large_tensor_is_missed(bad, monkeypatch):
     assert found == reference(tensor)
 
 
+@pytest.mark.parametrize("largest", [-77.0, -1e100])
+def test_the_amax_of_a_large_tensor_in_float64_is_exact(largest, monkeypatch):
+    monkeypatch.setitem(measure_module.LARGE, "cpu", 1024)
+    tensor = torch.full((100, 100), 1e-3, dtype=torch.float64)
+    tensor[99, 1] = largest
+    found = measure(tensor)
+    assert (found.amax, found.inf, found.nan) == (-largest, 0, 0)
+    assert found.measured < tensor.numel()
+
+
 # --- gradients ------------------------------------------------------------------------------------
 
 

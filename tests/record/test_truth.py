@@ -278,12 +278,29 @@ def test_products_of_a_frozen_model_and_of_a_custom_function_are_left_out(tmp_pa
     assert " outside of compiled or custom f" in dtypes_text({"float16": 1, "hidden": 1})
 
 
-def test_a_factor_is_that_of_the_scaled_loss_whose_pass_it_is(tmp_path):
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [([(2.0,), (3.0,)], 13.0), ([(), (0.5, 0.5)], 5.0), ([(1.0,), (0.5, 0.25)], 4.25)],
+)
+def test_a_factor_is_that_of_the_scaled_loss_whose_pass_it_is(factors, expected, tmp_path):
+    """Those of several passes of one loss add up; without any, it counts once."""
     weight, scaler = nn.Parameter(torch.ones(())), halfstep.GradScaler("cpu", 8.0)
     with halfstep.record(tmp_path / "run", model=nn.ParameterList([weight])):
-        first, last = scaler.scale(weight * 2.0), scaler.scale(weight * 3.0)
-        for loss, factor in ((last, 3.0), (weight * 100, 7.0), (first, 2.0)):
-            loss.backward(gradient=torch.tensor(factor))
+        losses = [scaler.scale(weight * size) for size in (2.0, 3.0)]
+        (weight * 100).backward(gradient=torch.tensor(7.0))
+        for loss, of_loss in zip(losses[::-1], factors[::-1], strict=True):
+            for factor in of_loss:
+                loss.backward(gradient=torch.tensor(factor), retain_graph=True)
         scaler.step(torch.optim.SGD([weight], lr=0.0))
         scaler.update()
-    assert [step.loss for step in read_run(tmp_path / "run").steps] == [13.0]
+    assert [step.loss for step in read_run(tmp_path / "run").steps] == [expected]
+
+
+def test_factors_of_several_scaled_losses_in_one_pass(tmp_path):
+    weight, scaler = nn.Parameter(torch.ones(())), halfstep.GradScaler("cpu", 8.0)
+    with halfstep.record(tmp_path / "run", model=nn.ParameterList([weight])):
+        losses = [scaler.scale(weight * 2.0), scaler.scale(weight * 4.0)]
+        torch.autograd.backward(losses, [torch.tensor(0.5), torch.tensor(0.25)])
+        scaler.step(torch.optim.SGD([weight], lr=0.0))
+        scaler.update()
+    assert [step.loss for step in read_run(tmp_path / "run").steps] == [2.0]

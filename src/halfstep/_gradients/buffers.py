@@ -163,6 +163,7 @@ class Copy:
     @torch.no_grad()
     def restore(self, skip: Scalar = 1.0) -> None:
         """Restore all buffers, which belong together, if one became NaN and ``skip`` is 1."""
+        # All of them: counters, running statistics and codebooks agree as if no batch had come.
         with modes.unseen_by_modes():
             groups = self._present()
             is_worse = _is_worse(groups)

@@ -93,8 +93,8 @@ class Journal:
         if outcome is None:
             raise CallOrderError(
                 f"outcome({name(optimizer)}): no step of this optimizer has been checked yet. Call "
-                "scaler.step(optimizer), or optimizer.step() with a guard, first; without "
-                "gradients, and on meta and fake tensors, there is nothing to check"
+                "scaler.step(optimizer), or optimizer.step() with a guard, first; on meta and fake "
+                "tensors there is nothing to check"
             )
         return outcome
 

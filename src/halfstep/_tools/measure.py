@@ -148,9 +148,9 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         if not amax < float("inf"):  # each NaN and inf is counted
             sample, amax = values, None
     if sample.dtype is torch.float64:  # numbers that are too large for float32 are finite
-        finite = sample.nan_to_num(0.0, 0.0, 0.0).abs()
-        amax = float(finite.amax()) if finite.numel() else None
-        sample = torch.where(finite > _LARGEST, _LARGEST, sample)
+        if amax is None and sample.numel():
+            amax = float(sample.nan_to_num(0.0, 0.0, 0.0).abs().amax())
+        sample = torch.where(sample.isinf(), sample, sample.clamp(-_LARGEST, _LARGEST))
     sample = sample.float().contiguous()
     statistics = _counted(sample, values.numel(), amax)
     if not is_gradient:

@@ -132,7 +132,9 @@ class Recorder:
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
         self._scaled: list[Tensor] = []  # in the order of scaling
-        self._scaled_nodes: list[int] = []  # the numbers of their nodes in the graph, or 0
+        # By the number of its node in the graph: the place of a loss there, and what was scaled.
+        self._places: dict[int, tuple[int, Tensor]] = {}
+        self._weighed: set[int] = set()  # the places of those whose passes were given factors
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -161,7 +163,7 @@ class Recorder:
             found = self._add_losses(tensors_in([outputs]))
             if found is not None and optim.optimizer_step_depth() == 0:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
-                self._scaled_nodes.append(_node_of(outputs))
+                self._places[_node_of(outputs)] = len(self._scaled) - 1, found
 
     @_aside
     def on_backward(self, roots: Any, gradients: Any = None) -> None:
@@ -185,13 +187,19 @@ class Recorder:
             self._leave_out_what_was_dropped()
             found = tensors_in([roots])
             self._add_losses(found if gradients is None else _weighed(roots, gradients))
-        elif (
-            gradients is not None and (of := _node_of(roots, depth=1)) in self._scaled_nodes and of
-        ):
-            place = self._scaled_nodes.index(of)
-            (weighed,) = _weighed(self._scaled[place], gradients)
-            self._add_losses([weighed - self._scaled[place]])
-            self._scaled[place] = weighed
+        elif gradients is not None:
+            for root, by in zip(tensors_in([roots]), tensors_in([gradients]), strict=False):
+                self._weigh(_node_of(root, depth=1), by.detach())
+
+    def _weigh(self, node: int, factor: Tensor) -> None:
+        """Count a scaled loss by the factors of its backward passes, which add up."""
+        if node < 0 or node not in self._places or factor.numel() != 1:
+            return
+        place, loss = self._places[node]
+        weighed = _scalar(loss * factor) + (self._scaled[place] if place in self._weighed else 0)
+        self._add_losses([weighed - self._scaled[place]])
+        self._scaled[place] = weighed
+        self._weighed.add(place)
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
@@ -324,7 +332,7 @@ class Recorder:
             num = things(len(self._dropped), "time")
             self.say(
                 f"gradients were cleared {num} before step() of an optimizer (first before step "
-                f"{self._dropped[0]}), as SAM does; their losses are not recorded"
+                f"{self._dropped[0]}); their losses are not recorded"
             )
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()
@@ -409,7 +417,8 @@ class Recorder:
         if self._num_ended == 1:
             self._write_device()
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
-        self._norms, self._scaled, self._scaled_nodes, self._is_old = [], [], [], True
+        self._norms, self._scaled, self._places, self._is_old = [], [], {}, True
+        self._weighed.clear()
         self._loss_scaler, self._num_scaled = None, 0
         self._by_hand.clear()
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
@@ -587,14 +596,14 @@ def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
 
 
 def _node_of(outputs: Any, depth: int = 0) -> int:
-    """Return the number, from 1, of the node of a loss, or of the one that was scaled to it.
+    """Return the number of the node of a loss, or of the one that was scaled to it.
 
-    It is 0 if there are several losses, or no such node.
+    It is negative if there are several losses, or no such node.
     """
     node, *more = [tensor.grad_fn for tensor in tensors_in([outputs])] or [None]
     for _ in range(depth):
         node = node.next_functions[0][0] if node is not None and node.next_functions else None
-    return 0 if node is None or more else 1 + autograd.sequence_number(node)
+    return -1 if node is None or more else autograd.sequence_number(node)
 
 
 def _scalar(loss: Tensor) -> Tensor:
