@@ -30,10 +30,7 @@ from halfstep._pytorch import autograd, distributed
 
 
 def keep(
-    model: nn.Module,
-    *patterns: str,
-    dtype: torch.dtype = torch.float32,
-    cast_back: bool = False,
+    model: nn.Module, *patterns: str, dtype: torch.dtype = torch.float32, cast_back: bool = False
 ) -> Kept:
     """Run modules in one dtype even under autocast, permanently or during a block.
 

@@ -325,10 +325,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
         Edit(("attn_mask",), _some_key, told=_SOME_KEY),
     ),
     "masked_fill index_fill": (Edit((2,), _limited(f"-{_FAR}", _FAR)),),
-    "where": (
-        Edit((1,), _limited(f"-{_FAR}", _FAR)),
-        Edit((2,), _limited(f"-{_FAR}", _FAR)),
-    ),
+    "where": (Edit((1,), _limited(f"-{_FAR}", _FAR)), Edit((2,), _limited(f"-{_FAR}", _FAR))),
     "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
     "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
     "cross_entropy nll_loss": (*_EMPTY, *_SCORES[:1], *_FINITE),
