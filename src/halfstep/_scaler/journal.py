@@ -32,7 +32,7 @@ class Plan:
     is_fused: bool  # whether it does
     ranks: Alone  # who decides
     param_ids: frozenset[int]
-    is_measured_fast: bool | None  # None if not known
+    is_measured_fast: bool | None  # whether norms cost no more than a check; None: not known
     versions: list[int]  # those that its last usual call left in the gradients
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
