@@ -164,7 +164,7 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
         return f"; a larger scale than {power(best)} would overflow in a sample", ()
     if window.is_empty:
         at_least = "at least " if window.is_at_least else ""
-        left = f"{at_least}{percent(gradients.share_lost_at_best)} of all entries"
+        left = f"{at_least}{percent(gradients.share_lost_at_best)} of those of all parameters"
         is_enough = gradients.share_lost_at_best < HARMFUL
         least = f"; no scale keeps them all, and {power(best)} loses least, {left}"
         return least, call if is_enough else ()
