@@ -154,7 +154,7 @@ CASES = {
     ),
     "updates are lost in bfloat16": Case(
         program(model=GIVEN["model"] + ".bfloat16()", before="x = x.bfloat16()"),
-        "of the updates measured in",
+        "of the measured updates",
         "halfstep.master_weights(optimizer",
         above_the_loop,
     ),
@@ -165,7 +165,7 @@ CASES = {
             optimizer="torch.optim.SGD(model.parameters(), lr=1e-4)",
             scaler=OFF,
         ),
-        "of the updates measured in",
+        "of the measured updates",
         "halfstep.master_weights(optimizer",
         above_the_loop,
     ),

@@ -152,6 +152,8 @@ RUNS = {
     ),
     "1 of 4 ranks": run(header=records.header(world_size=4)),
     "skips at the start": run(skip(1, 4096.0), skip(2, 2048.0)),
+    "a bad loss after a skip at the start": run(skip(1, 4096.0), skip(2, 2048.0, loss=math.nan)),
+    "gradients of no loss": short(*(step(n, loss=None, norm=math.nan) for n in range(8, 21))),
     "a note": run(records.note(3, "the model is compiled")),
     "a note that was cut, of a guard": short(
         step(1, scale=1.0, scale_after=1.0), records.note(1, "the program printed a text, at ...")
@@ -580,7 +582,7 @@ def test_the_cure_of_lost_updates_runs(tmp_path):
                 optimizer.zero_grad()
                 model(torch.randn(8, 32, dtype=torch.bfloat16)).float().square().mean().backward()
                 optimizer.step()
-        said.append(the_one(said_of(tmp_path / folder), "of the updates"))
+        said.append(the_one(said_of(tmp_path / folder), "updates were lost"))
     assert [sentence.severity for sentence in said] == ["bad", "good"]
 
 

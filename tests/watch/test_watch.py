@@ -425,6 +425,23 @@ def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     assert any("its replay was finite" in note for note in found.notes)
 
 
+def test_a_gradient_that_no_op_wrote_is_not_called_an_old_one() -> None:
+    """As one that DistributedDataParallel writes: the iteration began without gradients."""
+
+    def write(param: Tensor) -> None:
+        bucket.numpy()[:] = values[-1]
+        param.grad = bucket
+
+    loop, values, bucket = Loop(), [1.0], torch.zeros(16, 8)
+    loop.model.first.weight.register_post_accumulate_grad_hook(write)
+    with loop.watched() as watch:
+        loop.step()
+        values.append(math.nan)
+        loop.step()
+    (found,) = watch.found
+    assert (found.verdict, found.tensor, found.cure) == ("unknown", None, None)
+
+
 def test_live_tracing_leaves_the_modes_of_the_user_alone() -> None:
     class Counting(TorchDispatchMode):
         num = 0

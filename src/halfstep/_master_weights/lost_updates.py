@@ -70,9 +70,9 @@ class StepUpdates:
     """The weights of an optimizer before a step, to count lost updates after it.
 
     The following do not count: sparse gradients, weights with a learning rate of 0 (as in the first
-    step of a warm-up), tensors without values, and steps that an optimizer with ``found_inf`` skips
-    by itself. The gradients before the step count, since the step may zero them; the last ones if a
-    closure computes them. ``part`` returns the entries of a tensor to inspect. Sync: none.
+    step of a warm-up) or that end as inf or NaN, tensors without values, and steps that an
+    optimizer with ``found_inf`` skips. The gradients before the step count, since it may zero them;
+    the last if a closure computes them. ``part`` returns the entries to inspect. Sync: none.
     """
 
     @torch.no_grad()
@@ -119,8 +119,8 @@ class StepUpdates:
             after = self._looked_at(param)
             if has_gradient is None or not has_gradient.shape == after.shape == before.shape:
                 continue
-            is_lost = has_gradient & (after == before)
-            counts = torch.stack([has_gradient.sum(), is_lost.sum()])
+            is_updated = has_gradient & after.isfinite()
+            counts = torch.stack([is_updated.sum(), (is_updated & (after == before)).sum()])
             for flag in (self._is_taken, is_moved):
                 if flag is not None:
                     counts *= to_device(flag, counts.device) if isinstance(flag, Tensor) else flag

@@ -208,7 +208,7 @@ def _of_no_blame(replayer: Replayer, found: Scan) -> Diagnosis:
 def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     """Return the diagnosis of a step with non-finite values that no observed op made."""
     name = "" if blame.tensor is None else names_in(replayer.model)(blame.tensor)
-    if not name:
+    if not name or (replayer.is_kept and name.endswith(".grad")):  # kept calls begin without any
         replayer.notes.append(OF_NO_OP)
         return _of_what_was_seen(replayer, found)
     cure = of_data(described(blame), name, is_of_batch=False)

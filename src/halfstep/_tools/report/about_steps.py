@@ -116,6 +116,19 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         )
 
 
+def about_gradients(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if a step was taken with inf or NaN gradients, which no loss shows."""
+    norm = summary.norm
+    if norm is not None and norm.first_bad is not None and summary.went_bad_at is None:
+        yield say(
+            "warning" if math.isfinite(norm.last) else "bad",
+            f"The gradients became {number(norm.first_bad)} at step {norm.first_non_finite}, which "
+            f"was taken; {things(norm.num_non_finite, 'measured step')} had such gradients.",
+            cure=_guarded(summary.facts, "skips such steps"),
+            evidence="steps",
+        )
+
+
 def about_rise(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the loss ended above where it began."""
     # Several losses, as those of a GAN, rise and fall.

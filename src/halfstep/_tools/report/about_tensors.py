@@ -94,7 +94,7 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     # A float32 weight also stays if its optimizer has converged, or has inf in its state.
     lost = "were lost to rounding: " if worst.is_low_weight else "changed no weight: "
     what = (
-        f"{percent(share)} of the updates measured in {things(len(summary.sampled), 'step')} {lost}"
+        f"{percent(share)} of the measured updates {lost}"
         "gradients were not zero, and weights did not move. The largest share, "
         f"{percent(worst.share_lost_updates)}, was in "
     )
@@ -160,10 +160,10 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
         which = "scale of" if is_scaled(summary) else "GradScaler at"
         return f"; a {which} {power(window.smallest)}{to} would lose none", call
     if best <= gradients.scale:
-        return f"; a larger scale than {power(best)} would overflow", ()
+        return f"; a larger scale than {power(best)} would overflow in a sample", ()
     if window.is_empty:
         at_least = "at least " if window.is_at_least else ""
-        left = f"{at_least}{percent(gradients.share_lost_at_best)} of all entries"
+        left = f"{at_least}{percent(gradients.share_lost_at_best)} of those of all parameters"
         is_enough = gradients.share_lost_at_best < HARMFUL
         least = f"; no scale keeps them all, and {power(best)} loses least, {left}"
         return least, call if is_enough else ()

@@ -116,6 +116,7 @@ def _steps(run: Run) -> StepCounts:
     at_end = [step for step, _ in takewhile(lambda each: each[1], reversed(skipped))]
     others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
     others.update(at_end if len(at_end) >= ENDLESS else ())  # a search ends with a taken step
+    others.update(step.step for step in run.steps if not math.isfinite(step.loss or 0.0))
     kinds = [
         (step, kind) for scaler in scalers for step, kind in _search(scaler) if step not in others
     ]

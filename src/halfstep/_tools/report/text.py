@@ -40,6 +40,7 @@ _TOPICS = (
     about_steps.about_end,
     about_steps.about_diagnoses,
     about_loss_and_skips,
+    about_steps.about_gradients,
     about_tensors.about_buffers,
     about_tensors.about_non_finite,
     about_tensors.about_motion,
