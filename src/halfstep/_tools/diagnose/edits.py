@@ -68,7 +68,7 @@ class Edit(NamedTuple):
     def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
         """Return the slots for the given arguments; none if the edit does not fit them."""
         if RATIO in self.slots:
-            return (0, 1) if _are_probabilities(*args[:2]) else ()
+            return (0, 1) if len(args) > 1 and _are_probabilities(*args[:2]) else ()
         if NARROW not in self.slots:
             return self.slots
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -325,10 +325,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
         Edit(("attn_mask",), _some_key, told=_SOME_KEY),
     ),
     "masked_fill index_fill": (Edit((2,), _limited(f"-{_FAR}", _FAR)),),
-    "where": (
-        Edit((1,), _limited(f"-{_FAR}", _FAR)),
-        Edit((2,), _limited(f"-{_FAR}", _FAR)),
-    ),
+    "where": (Edit((1,), _limited(f"-{_FAR}", _FAR)), Edit((2,), _limited(f"-{_FAR}", _FAR))),
     "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
     "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
     "cross_entropy nll_loss": (*_EMPTY, *_SCORES[:1], *_FINITE),
