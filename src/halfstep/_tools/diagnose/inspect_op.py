@@ -38,13 +38,7 @@ from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import Replayer
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import by_name
-from halfstep._tools.user_code import (
-    Place,
-    is_of_batch,
-    is_part_of,
-    user_line,
-    user_place,
-)
+from halfstep._tools.user_code import Place, is_of_batch, is_part_of, user_line, user_place
 
 MOST_INSPECTED = 64
 """The largest number of bad ops that are inspected; the one to blame is among the first."""
