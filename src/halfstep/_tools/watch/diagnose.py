@@ -15,11 +15,7 @@ from halfstep._tools.watch.watch import Watch
 
 @overload
 def diagnose(
-    step_fn: Callable[[], object],
-    /,
-    *,
-    model: nn.Module | None = None,
-    seconds: float = SECONDS,
+    step_fn: Callable[[], object], /, *, model: nn.Module | None = None, seconds: float = SECONDS
 ) -> Diagnosis: ...
 @overload
 def diagnose(

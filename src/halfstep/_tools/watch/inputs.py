@@ -17,13 +17,7 @@ from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.several_steps import FAR, Change
-from halfstep._tools.measure import (
-    LARGE_DATA,
-    bytes_of,
-    is_finite,
-    is_large_in_most,
-    is_mask,
-)
+from halfstep._tools.measure import LARGE_DATA, bytes_of, is_finite, is_large_in_most, is_mask
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import (
     LARGEST_COPY,
