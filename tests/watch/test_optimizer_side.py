@@ -312,6 +312,18 @@ def test_the_usual_loss_is_that_of_its_line() -> None:
     assert usual == [100.0, 1.0, None]
 
 
+def test_the_optimizers_of_a_loss_are_those_of_the_last_iterations_of_its_line() -> None:
+    growth, line = Growth(Carried(CallLog())), Line("gan.py", 7, "", "")
+    first, second, third = (torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1) for _ in range(3))
+    for step in range(6):
+        growth.note_loss(1.0, step, line)
+        for each in [first] if step < 3 else [second, third]:
+            growth.note_step(each)
+    growth.note_loss(1.0, 6, line)
+    growth.note_step(second)  # and third is to follow
+    assert {*growth.usual(6, line).steppers} == {second, third}
+
+
 def test_a_clipping_names_the_variable_of_the_model() -> None:
     solver = nn.Linear(2, 2)
     text = of_high_rate(torch.optim.SGD(solver.parameters(), 0.1), [1.0, 2e3], clips=True)

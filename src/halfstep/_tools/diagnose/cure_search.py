@@ -268,12 +268,16 @@ def _with_siblings(
     by_line = trial.shares_of_limits({op for op, _, _ in bad.values()}, **changes)
     more, remarks = [*rules], []
     for rule, (op, module, _) in bad.items():
-        alike = [shares.items() for shares in by_line.values() if module in shares]
-        near = {o: s for o, s in chain(*alike) if kinds.get(o) is kinds[module] and s * NEAR >= 1}
-        is_of_op = len(near) > MOST_RULES and rule.startswith(f"{op}@")
-        more += (
-            [f"{op}:fp32"] if is_of_op else [rule.replace(f"@{module}:", f"@{o}:") for o in near]
-        )
+        near = {
+            other: share
+            for shares in by_line.values()
+            for other, share in shares.items()
+            if module in shares and kinds.get(other) is kinds[module] and share * NEAR >= 1
+        }
+        of_others = [rule.replace(f"@{module}:", f"@{other}:") for other in near]
+        if len(near) > MOST_RULES and rule.startswith(f"{op}@"):
+            of_others = [f"{op}:fp32"]
+        more += of_others
         said = listed([f"{share:.0%} in {other}" for other, share in near.items()])
         remarks += [f"{op} of the same line reaches, of the limit, {said}"] if near else []
     policy = _with_rules(base, [*dict.fromkeys(more)]) if remarks else None

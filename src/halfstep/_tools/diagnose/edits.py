@@ -68,7 +68,7 @@ class Edit(NamedTuple):
     def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
         """Return the slots for the given arguments; none if the edit does not fit them."""
         if RATIO in self.slots:
-            return (0, 1) if _are_probabilities(*args[:2]) else ()
+            return (0, 1) if len(args) > 1 and _are_probabilities(*args[:2]) else ()
         if NARROW not in self.slots:
             return self.slots
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]

@@ -260,8 +260,10 @@ def _optimizers_of(
     wanted = set(map(id, leaves))
     found = [each for each in optimizers if wanted.intersection(map(id, parameters(each)))]
     inner = {id(value) for each in found for value in vars(each).values()}
-    outer, known = [each for each in found if id(each) not in inner], set(map(id, steppers))
-    return [e for e in outer if not known or known & {id(e), *map(id, vars(e).values())}]
+    outer = [each for each in found if id(each) not in inner]
+    known = set(map(id, steppers))
+    stepping = [each for each in outer if known & {id(each), *map(id, vars(each).values())}]
+    return stepping or outer
 
 
 def _widen(optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, pairwise, starmap
+from itertools import pairwise, starmap
 from statistics import median
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ def _bound_of(calls: Sequence[KeptCall]) -> str:
 
 def _of_falling_term(calls: Sequence[KeptCall], losses: Sequence[float]) -> Cure | None:
     """Return the clamp of what the last difference of calls takes from a loss, or None."""
-    limit = number(10 * max(1.0, *map(abs, losses[:1])))
+    limit = number(10 * max([1.0, *map(abs, losses[:1])]))
     for call in reversed(calls):
         is_scalar = any(not each.dim() for each in call.still_there() or ())
         match call.at.node if call.at and is_scalar else None:
@@ -105,10 +105,11 @@ class Growth:
         )
         self._states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._losses: deque[tuple[int, float, Line | None]] = deque(maxlen=_WINDOWS[0])
-        # The lines of backward passes since the last step, and which optimizers step after a line.
+        # The lines of backward passes since the last step, and the optimizers that step after each
+        # in its running iteration, and in the one before it.
         self._lines: set[Line | None] = set()
         self._has_stepped = False
-        self._steppers: dict[Line | None, weakref.WeakSet[Optimizer]] = {}
+        self._steppers: dict[Line | None, tuple[weakref.WeakSet[Optimizer], ...]] = {}
         # The ids of the gradients in a step that was measured, until the next one, and the
         # optimizers by what was seen of their gradients between two such steps.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
@@ -125,13 +126,34 @@ class Growth:
                 self._cleared.add(optimizer)
                 del self._stepped[optimizer]
 
-    def note_loss(self, loss: float, step: int, line: Line | None) -> None:
-        """Note the loss of a step; of several of a line, the one that is farthest from 0 counts."""
-        self._lines = {line} if self._has_stepped else self._lines | {line}
-        self._has_stepped = False
+    def note_loss(
+        self, loss: float, step: int, line: Line | None, owner: Optimizer | None = None
+    ) -> None:
+        """Note the loss of a step; of several of a line, the one that is farthest from 0 counts.
+
+        The ``owner`` is the optimizer whose closure computes it.
+        """
+        if owner is not None:
+            self._note_stepper(owner, line)
+        else:
+            self._lines = {line} if self._has_stepped else self._lines | {line}
+            self._has_stepped = False
         if self._losses and self._losses[-1][::2] == (step, line):
             loss = max(loss, self._losses.pop()[1], key=abs)
         self._losses.append((step, loss, line))
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note a step without a closure, which is one after the losses since the last step."""
+        self._has_stepped = True
+        for line in self._lines:
+            self._note_stepper(optimizer, line)
+
+    def _note_stepper(self, optimizer: Optimizer, line: Line | None) -> None:
+        running, before = self._steppers.get(line, (weakref.WeakSet(), weakref.WeakSet()))
+        if optimizer in running:  # an iteration ends where an optimizer steps again
+            running, before = weakref.WeakSet(), running
+        running.add(optimizer)
+        self._steppers[line] = running, before
 
     def usual(
         self,
@@ -147,8 +169,8 @@ class Growth:
         loss = median(last) if len(last) >= 3 else None
         size = median(map(abs, last)) if last else None
         inputs = cache(partial(standardise, calls, before))
-        explain = partial(self.explain, step=step, calls=calls, inputs=inputs)
-        steppers = tuple(self._steppers.get(line, ()))
+        explain = partial(self.explain, step=step, calls=calls, inputs=inputs, line=line)
+        steppers = tuple({each for some in self._steppers.get(line, ()) for each in some})
         return Usual(loss, size, top, explain=explain, standardise=inputs, steppers=steppers)
 
     def before_step(
@@ -163,9 +185,6 @@ class Growth:
 
         Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after a load, else none.
         """
-        self._has_stepped = True
-        for line in self._lines:
-            self._steppers.setdefault(line, weakref.WeakSet()).add(optimizer)
         known, state = self._measured.get(optimizer, []), id(getattr(optimizer, "state", None))
         is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
         last = self._stepped.pop(optimizer, None)
@@ -191,18 +210,20 @@ class Growth:
         calls: Sequence[KeptCall] = (),
         only: Tensor | None = None,
         inputs: Standardise = NOT_LARGE,
+        line: Line | None = None,
     ) -> Diagnosis | None:
         """Return the diagnosis of a step whose weights have exploded or whose loss grew, or None.
 
         A clamp hides that, and a wider dtype delays it. ``only`` is a weight that the step
-        multiplies by from call to call, where less growth is enough. Sync: one for each optimizer.
+        multiplies by from call to call, where less growth is enough. The losses are those of the
+        step's line, or of each if it is not known. Sync: one for each optimizer.
         """
-        by_losses = self._by_losses(found, calls)
+        by_losses = self._by_losses(found, calls, line)
         needed = _THROWN if only is not None else EXPLODED / (1 if by_losses is None else 10)
         # The loop may write large weights itself, as weights of a teacher are copied.
         is_by_rate = by_losses is None and found.verdict == "range"
         explained = (
-            self._by_weights(found, step, calls, inputs, needed, is_by_rate, only)
+            self._by_weights(found, step, calls, inputs, needed, is_by_rate, only, line)
             or self.of_carried(found, step, calls)
             or by_losses
         )
@@ -213,7 +234,8 @@ class Growth:
         size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
         text = explained.cure.text if explained is not None and explained.cure else ""
         if explained is not None and OF_LIKELIHOOD in text and OF_CRITIC in text:
-            term = _of_falling_term(calls, [loss for _, loss in [[(0, 0.0)], *self._series()][-1]])
+            losses = [loss for series in self._series(line)[-1:] for _, loss in series]
+            term = _of_falling_term(calls, losses)
             explained = replace(explained, cure=term or explained.cure)
         if explained is not None:
             self._explained = min(self._explained, size)
@@ -243,6 +265,7 @@ class Growth:
         needed: float,
         is_by_rate: bool,
         only: Tensor | None,
+        line: Line | None,
     ) -> Diagnosis | None:
         """Return the growth of weights, only by a rate that was raised if ``is_by_rate``."""
         for optimizer, measured in self._measured.items():
@@ -267,7 +290,7 @@ class Growth:
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
-            files = [line.file for _, _, line in self._losses if line is not None]
+            files = [at.file for _, _, at in self._losses if at is not None]
             if (below := of_negative_rate(optimizer, files)) is not None:
                 return replace(found, happened=event, cure=below)
             text = of_settings(optimizer, begun)
@@ -284,7 +307,7 @@ class Growth:
                 to = [each for each in measured if each.step <= before.step]
                 growths = [*starmap(_Measured.growth, pairwise([*to, _Measured(step, amax, rate)]))]
                 growths = growths if only is None else [1.0]  # no parabola has such a loss
-                hints = [*filter(None, [self.of_collapse(calls), inputs()[0]])]
+                hints = [*filter(None, [self.of_collapse(calls, line), inputs()[0]])]
                 if not any(OF_CRITIC in hint for hint in hints):
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
                 text = "\nor ".join(hints)
@@ -303,9 +326,9 @@ class Growth:
         happened, cure = f"the run diverges: {grown[0]}", Cure("code", grown[1])
         return replace(found, verdict="growth", happened=happened, cure=cure)
 
-    def of_collapse(self, calls: Sequence[KeptCall]) -> str:
+    def of_collapse(self, calls: Sequence[KeptCall], line: Line | None) -> str:
         """Return the cure of a loss that fell to below -1, and not ever more slowly, else empty."""
-        for series in self._series():
+        for series in self._series(line):
             last = [loss for _, loss in series]
             lowest = min(range(len(last)), key=last.__getitem__)
             falling = last[max(0, lowest - 100) : lowest + 1]
@@ -316,21 +339,23 @@ class Growth:
                 return f"bound the loss from below: {fell}. {_bound_of(calls)}"
         return ""
 
-    def _series(self) -> list[list[tuple[int, float]]]:
-        """Return the losses of each line."""
-        lines = dict.fromkeys(line for _, _, line in self._losses)
+    def _series(self, only: Line | None = None) -> list[list[tuple[int, float]]]:
+        """Return the losses of a line, or of each line if it is None."""
+        lines = dict.fromkeys(at for _, _, at in self._losses if only in (None, at))
         return [[(i, loss) for i, loss, at in self._losses if at == line] for line in lines]
 
-    def _by_losses(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis | None:
+    def _by_losses(
+        self, found: Diagnosis, calls: Sequence[KeptCall], line: Line | None
+    ) -> Diagnosis | None:
         bad, cure, goes_on = found.bad, found.cure, ""
-        if bad is None or bad.limit is None:
+        if bad is None or bad.limit is None or not bad.is_overflow:
             return None
-        series = self._series()
+        series = self._series(line)
         windows = (losses[-length:] for losses in series for length in _WINDOWS)
-        grown = (w for w in windows if _grew([loss for _, loss in w], bad.limit))
-        window = next(grown, None) if bad.is_overflow else None
-        if window is None and cure is not None and _runs_off(series[-1:], cure):
-            window = series[-1][-_WINDOWS[-1] :]
+        window = next((w for w in windows if _grew([loss for _, loss in w], bad.limit)), None)
+        if window is None and cure is not None and cure.losses:
+            recent = (losses[-_WINDOWS[-1] :] for losses in series)
+            window = next((w for w in recent if _runs_off([loss for _, loss in w], cure)), None)
             goes_on = f"; with a wider dtype it falls on to {number(cure.losses[-1])}"
         if window is None:
             return None
@@ -351,29 +376,32 @@ class Growth:
         return replace(found, happened=event, cure=Cure("code", text))
 
 
-def _runs_off(series: list[list[tuple[int, float]]], cure: Cure) -> bool:
-    """Return whether a loss that falls ever faster goes on so with a wider dtype."""
-    (_, before), (_, now) = [(0, 0.0), (0, 0.0), *chain(*series)][-2:]
-    first, last = [*cure.losses, 0.0][0], [0.0, *cure.losses][-1]
-    is_far = last < -max(abs(first), 1.0) * (2 if cure.is_finite is False else EXPLODED)
-    is_far &= cure.kind in ("policy", "dtype")
-    return is_far and -(EXPLODED**2) * max(abs(before), 1.0) < now < min(2 * before, 0)
+def _runs_off(losses: list[float], cure: Cure) -> bool:
+    """Return whether a loss that falls ever faster goes on so in a trial of a wider dtype.
+
+    Two losses are enough, since the trial has that of the bad step as a third.
+    """
+    if len(losses) < 2 or cure.kind not in ("policy", "dtype"):
+        return False
+    before, now = losses[-2:]
+    is_faster = -(EXPLODED**2) * max(abs(before), 1.0) < now < min(2 * before, 0)  # and no jump
+    needed = 2 if cure.is_finite is False else EXPLODED
+    return is_faster and cure.losses[-1] < -needed * max(abs(cure.losses[0]), 1.0)
 
 
 def _grew(losses: list[float], limit: float) -> bool:
     """Return whether losses moved away from 0 from quarter to quarter, a hundredfold in all.
 
-    Below 0 and within a hundredth of the limit of a dtype, tenfold is enough, and of a few steps
-    thrice as far in each of the last three.
+    Tenfold is enough below 0 and within a hundredth of the limit of a dtype. A loss that begins
+    closer to 0 than 1 is measured from 1.
     """
     sizes = [*map(abs, losses)]
     if len(sizes) < _WINDOWS[-1] or sizes[-1] > EXPLODED * sizes[-2]:  # few, or a single jump
-        last = pairwise([-1.0, *losses[-3:]])
-        return len(losses) > 2 and losses[-1] < -limit / 100 and all(b < 3 * a for a, b in last)
+        return False
     quarters = _quarters(sizes)
     is_falling = max(losses) < 0 and quarters[3] > limit / 100
     needed = EXPLODED / 10 if is_falling else EXPLODED
-    return all(a < b for a, b in pairwise(quarters)) and quarters[3] > needed * quarters[0]
+    return all(a < b for a, b in pairwise(quarters)) and quarters[3] > needed * max(quarters[0], 1)
 
 
 def _quarters(values: list[float]) -> list[float]:

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, starmap
 from numbers import Number
 from pathlib import Path
 from types import CodeType
@@ -175,9 +175,8 @@ def with_bad_state(
                 lines = written(value)
                 text = "\n".join([*lines, text] if is_loaded or not lines else lines)
                 tensor = f"{key} of {name} in {of}"
-                notes = tuple(
-                    _between(*each) for each in [*pairwise(checked)][-1:] if not is_loaded
-                )
+                last_two = [] if is_loaded else [*pairwise(checked)][-1:]
+                notes = tuple(starmap(_between, last_two))
                 return Diagnosis("data", tensor=tensor, cure=Cure("data", text), notes=notes)
     return None
 
@@ -249,8 +248,7 @@ def of_high_rate(optimizer: Optimizer, growths: Sequence[float], *, clips: bool)
         # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
         much = f"at {number(rate)} its largest weight grew {number(growth)}-fold a step"
         return f"{text} to {number(rate / (growth + 1))}: {much}"
-    model = model_of(parameters(optimizer))
-    clip = _CLIP.format(model=model)
+    clip = _CLIP.format(model=model_of(parameters(optimizer)))
     # Steps of Adam and its like are as long with smaller gradients.
     clips &= not any({"betas", "eps"} & group.keys() for group in _groups(optimizer))
     return f"{text}, or clip the gradients before its step:\n{clip}" if clips else text

@@ -367,7 +367,8 @@ class Watch:
         # A loss is computed of an inner gradient, and its own backward pass comes later.
         if (is_inner and call.name != "backward") or all(map(math.isfinite, values)):
             if values and not is_inner:
-                self._growth.note_loss(max(values, key=abs), self._step, call.at and call.at.line)
+                loss, owner = max(values, key=abs), None if taken is None else taken.optimizer
+                self._growth.note_loss(loss, self._step, call.at and call.at.line, owner)
             if taken is not None:
                 taken.gradients = []
             return
@@ -440,6 +441,8 @@ class Watch:
         ends = self._capture.ends or self._running.ends_before
         calls = partial(needed_for, ends)
         model = lambda: self._model_of(calls())  # noqa: E731
+        if closure is None:
+            self._growth.note_step(optimizer)
         state = self._growth.before_step(optimizer, taken.number, model, self._earlier.said, calls)
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
@@ -641,7 +644,7 @@ class Watch:
         is_other = bool(known := trained_by(calls)) and known.isdisjoint(trained_by(before))
         can_repeat = why_not_again(before) is None and self._was_finite and not is_other
         again = step_of(before, None, scale) if can_repeat else None
-        line = ends[-1].at.line if ends and ends[-1].at else None
+        line = ends[-1].at.line if ends and ends[-1].at and not is_left_out else None
         usual = self._growth.usual(self._step, line, calls, before)
         usual = replace(usual, max_norm=self._max_norm, step=again, is_known=self._is_known)
         usual = replace(usual, loss=None, size=None) if is_other else usual
@@ -671,7 +674,7 @@ class Watch:
             if is_new and found.bad is not None:
                 text, change = usual.standardise() if found.bad.is_overflow else ("", None)
                 text = text if change is None else ""
-                hints = [*filter(None, [self._growth.of_collapse(calls), text])]
+                hints = [*filter(None, [self._growth.of_collapse(calls, line), text])]
                 if hints and (found.cure is None or found.cure.kind == "look"):
                     found = replace(found, cure=Cure("code", "\nor ".join(hints)))
                 else:
