@@ -93,7 +93,7 @@ def step_list(steps: Iterable[int]) -> str:
             spans[-1].append(step)
         else:
             spans.append([step])
-    words = [_span(span) for span in spans[:6]]
+    words = [", ".join(map(str, s)) if len(s) < 3 else f"{s[0]} to {s[-1]}" for s in spans[:6]]
     left = sum(map(len, spans[6:]))
     return listed([*words, f"{left} more"] if left else words)
 
@@ -102,9 +102,3 @@ def at_steps(steps: Iterable[int], noun: str = "step") -> str:
     """Format step or rank numbers after the noun: ``step 3``, ``steps 3 to 7``."""
     numbers = tuple(steps)
     return f"{noun}{'' if len(numbers) == 1 else 's'} {step_list(numbers)}"
-
-
-def _span(steps: list[int]) -> str:
-    if len(steps) < 3:
-        return ", ".join(map(str, steps))
-    return f"{steps[0]} to {steps[-1]}"

@@ -211,7 +211,8 @@ class Diagnosis:
     is_finite_in_float32: bool | None = None
 
     def __str__(self) -> str:
-        lines = [_headline(self)]
+        said = sentence(self)
+        lines = [said if self.verdict == "none" else f"{self.verdict}: {said}"]
         facts = [] if self.bad is None else [*_facts(self, self.bad)]
         facts += _ends(self)
         lines += [f"  {name:<9}{value}".rstrip() for name, value in facts]
@@ -245,11 +246,6 @@ def predicate(found: Diagnosis) -> str:
     """Return what is said of a bad step before the diagnosis of a rank, which may be innocent."""
     is_innocent = found.verdict == "none" and found.happened
     return "got inf or NaN from another rank" if is_innocent else "went bad"
-
-
-def _headline(found: Diagnosis) -> str:
-    said = sentence(found)
-    return said if found.verdict == "none" else f"{found.verdict}: {said}"
 
 
 def sentence(found: Diagnosis, *, with_line: bool = False) -> str:

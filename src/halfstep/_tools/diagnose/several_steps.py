@@ -226,7 +226,9 @@ class SeveralSteps(OpObserver):
             for optimizer in self._owners or ():
                 self.undo.note_optimizer(optimizer)
                 _widen(optimizer)
-                given: list[Any] = [closure] if _needs_closure(optimizer) else []
+                own = inspect.signature(type(optimizer).step).parameters.get("closure")
+                is_needed = own is not None and own.default is inspect.Parameter.empty
+                given: list[Any] = [closure] if is_needed else []
                 if given:
                     self.takers[id(optimizer)] = type(optimizer).__name__
                 if given and not self.num:  # the step that went bad may have left half a state
@@ -240,11 +242,6 @@ class SeveralSteps(OpObserver):
             self._owners = []
             self.takers.clear()
         return bool(self._owners)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def all_optimizers() -> list[Optimizer]:

@@ -13,7 +13,7 @@ from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_l
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import NOTE_SEVERITIES, Kind, dtypes_text
 from halfstep._tools.report import about_steps, about_tensors
-from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
+from halfstep._tools.report.compare_runs import RunComparison
 from halfstep._tools.report.summary import NOTABLE, Summary
 
 FOLLOWED = "What followed"  # the heading of the consequences of a problem, in all forms
@@ -210,14 +210,11 @@ def _comparison(comparison: RunComparison) -> Iterator[str]:
     yield f"{first} against {listed(others)}"
     is_pair = len(names) == 2
     head = ("", *names, *(["difference"] if is_pair else []))
-    yield _table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
+    entries = ((e.name, *e.texts, *[e.difference] * is_pair) for e in comparison.entries)
+    yield _table(head, entries)
     if comparison.versions:
         rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
         yield _table(("what differs", *names), rows)
-
-
-def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
-    return entry.name, *entry.texts, *([entry.difference] if is_pair else [])
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

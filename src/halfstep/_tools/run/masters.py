@@ -208,7 +208,8 @@ class _Adding:
             return
         norm = self._additions.max_norm
         try:
-            if _has_float16_gradients(optimizer):  # an error in the first step
+            trained = (param for param in parameters(optimizer) if param.requires_grad)
+            if any(p.dtype is p.grad_dtype is torch.float16 for p in trained):  # raises in step 1
                 raise ValueError("it has gradients in float16; --masters makes them float32")
             ranks = self._additions.ranks
             group: ProcessGroup | Literal["local"] | None = "local" if ranks == "alone" else None
@@ -263,11 +264,6 @@ class _Adding:
             return False
         gradients = collect(parameters(optimizer))
         return bool(gradients.grads and combine(gradients.check().values(), CPU))
-
-
-def _has_float16_gradients(optimizer: Optimizer) -> bool:
-    trained = (param for param in parameters(optimizer) if param.requires_grad)
-    return any(param.dtype is param.grad_dtype is torch.float16 for param in trained)
 
 
 def _holds_others(optimizer: Optimizer) -> bool:

@@ -340,7 +340,7 @@ class CallLog:
             if args and isinstance(args[0], Tensor):
                 is_found = self.made_by(args[0]) is None
                 # The loop itself makes a batch bad. Its values count as data from now on.
-                is_bad = any(map(_is_bad_number, args[1:]))
+                is_bad = any(isinstance(v, float) and not math.isfinite(v) for v in args[1:])
                 is_found |= is_bad and args[0].grad_fn is None
                 self._note_write(function, args, kwargs, is_bad=is_bad)
         return is_found
@@ -535,10 +535,6 @@ def _on_ones(function: Callable[..., Any], like: Tensor, *args: Any, **kwargs: A
     ones = torch.ones_like(like)
     function(ones, *args, **kwargs)
     return ones
-
-
-def _is_bad_number(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _largest(value: Tensor) -> Tensor:
