@@ -114,6 +114,11 @@ class PendingUpdate:
         self._scale, self._names = scale, list(values)
         self._transfer = to_host(torch.stack(list(values.values())))
 
+    def look(self) -> None:
+        """Take what the iteration has found, if it has arrived. Sync: none."""
+        if "found" not in vars(self) and self._transfer.has_arrived():
+            _ = self.found
+
     @cached_property
     def found(self) -> tuple[float, dict[str, bool]]:
         """The scale of the losses, and what :func:`next_state` takes. Sync: one at most."""
@@ -315,6 +320,8 @@ class DeviceScale(LossScale):
         else:
             kernel.move_(self.tensor, self.growth_tracker, values["found_inf"])
         self._versions = self._versions_now()
+        for update in self._under_way:
+            update.look()
         self.follow_device(most_left=LAG)
         self.forget_losses()
 
