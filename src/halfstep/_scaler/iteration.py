@@ -257,8 +257,7 @@ class Step(NamedTuple):
     stage: OptState = OptState.READY
     num_losses: int = 0  # that had been scaled when the call ended
     skip: Scalar | None = None  # 1 if inf or NaN was found, else 0; None before the decision
-    # The same without the second look; in place of 1 any number but 0.
-    found_inf: Scalar | None = None
+    found_inf: Scalar | None = None  # the same without the second look; nonzero in place of 1
 
     @property
     def has_gradients(self) -> bool:

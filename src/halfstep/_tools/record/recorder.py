@@ -596,10 +596,7 @@ def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
 
 
 def _node_of(outputs: Any, depth: int = 0) -> int:
-    """Return the number of the node of a loss, or of the one that was scaled to it.
-
-    It is negative if there are several losses, or no such node.
-    """
+    """Return the number of the node of one loss, or of what was scaled to it; else -1."""
     node, *more = [tensor.grad_fn for tensor in tensors_in([outputs])] or [None]
     for _ in range(depth):
         node = node.next_functions[0][0] if node is not None and node.next_functions else None

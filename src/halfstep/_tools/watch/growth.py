@@ -129,10 +129,7 @@ class Growth:
     def note_loss(
         self, loss: float, step: int, line: Line | None, owner: Optimizer | None = None
     ) -> None:
-        """Note the loss of a step; of several of a line, the one that is farthest from 0 counts.
-
-        The ``owner`` is the optimizer whose closure computes it.
-        """
+        """Note a loss, of ``owner``'s closure if given; the farthest from 0 of a line counts."""
         if owner is not None:
             self._note_stepper(owner, line)
         else:
