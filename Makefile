@@ -65,7 +65,7 @@ fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler, and all injec
 pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share of them)
 	HALFSTEP_PAIRS=all $(PYTEST) tests/test_pairs.py $(ARGS)
 
-score: $(READY)  ## diagnose 286 injected faults, 200 clean steps, 500 small programs, 183 errors about dtypes, 42 formulas, 219 whole runs, 20 long clean runs (three quarters of an hour)
+score: $(READY)  ## diagnose 286 injected faults, 200 clean steps, 500 small programs, 197 errors about dtypes, 48 formulas, 219 whole runs, 20 long clean runs (half an hour)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
 quality: $(READY)  ## final losses of seven precisions (an hour); ARGS="--only digits --seeds 2" for less

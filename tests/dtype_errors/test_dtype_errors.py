@@ -185,7 +185,7 @@ def test_labels_indices_and_masks_have_a_dtype_of_their_own(call, operand, cure,
 
 def test_no_program_becomes_a_miss() -> None:
     assert len(hostile.ALL) == 104
-    assert sum(program.is_missed for program in hostile.ALL.values()) <= 7
+    assert sum(program.is_missed for program in hostile.ALL.values()) <= 6
 
 
 def test_other_errors_are_not_explained(tmp_path: Path) -> None:

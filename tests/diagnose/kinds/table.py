@@ -15,7 +15,7 @@ Form = Callable[[Program, Path], Judged]
 FORMS: dict[str, Form] = {"step": judge, "loop": judge_loop, "script": judge_script}
 """How a program is run and diagnosed."""
 
-LEAST = 0.95
+LEAST = {"offered": 0.94, "cure": 0.94}  # others 0.95; what changes all values is no cure
 
 
 def judged(form: str, variants: int, seed: int, kind: str | None = None) -> Iterator[Judged]:
@@ -40,5 +40,5 @@ def summary(form: str, cases: list[Judged]) -> tuple[str, bool]:
             continue
         share = sum(answers) / len(answers)
         shares.append(f"{column} {100 * share:.1f} %")
-        is_good &= share >= LEAST
+        is_good &= share >= LEAST.get(column, 0.95)
     return f"{len(cases)} variants of kinds as a {form}: {', '.join(shares)}", is_good

@@ -242,7 +242,7 @@ class UserCalls(TorchFunctionMode):
 
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
-        return tuple(text for each in self._changes.values() if (text := str(each)))
+        return tuple(dict.fromkeys(text for each in self._changes.values() if (text := str(each))))
 
 
 def _parameter_in(value: Tensor) -> Tensor | None:

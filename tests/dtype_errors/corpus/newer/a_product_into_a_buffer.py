@@ -1,6 +1,5 @@
 # expect: h: float16 [2, 4], of line 13
 # expect: self.out: float32 [2, 2], of line #1
-# missed: a cure
 
 class Pool:
     def __init__(self):
