@@ -304,7 +304,7 @@ class _Changes:
         self._rows = self._rows or (named_rows(changed) if has_rows else "")
 
     def add_divisors(self, before: Tensor, after: Tensor) -> None:
-        replaced = ((after - before).abs() >= before.abs()) & before.isfinite()
+        replaced = ((after - before).abs() >= before.abs()) & before.isfinite() & after.isfinite()
         self._num_replaced += int(replaced.sum())
         self._num_divisors += before.numel()
         self._is_of_numbers |= bool((before[replaced] != 0).any())
@@ -317,7 +317,7 @@ class _Changes:
             return ""
         if self._is_left_out:
             places = f"{self._num:,} of {things(self._of, 'place')}{': ' * bool(self._rows)}"
-            return f"the quotient is 0 where the divisor is, in {places}{self._rows}"
+            return f"it makes the quotient 0 in {places}{self._rows}"
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
         if not self.is_of_data:
             return f"{changed}, which then get no gradient: check why they are out of range"
