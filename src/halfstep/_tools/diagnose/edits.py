@@ -47,6 +47,15 @@ def maker_of(value: Tensor) -> Any:
     return node
 
 
+def parameter_in(value: Tensor) -> Tensor | None:
+    """Return the parameter whose entries, or multiples of them, are the values of a tensor."""
+    node = maker_of(value)
+    leaf = value if value.grad_fn is None else getattr(node, "variable", None)
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+        return None
+    return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
+
+
 def item_slot(item: int) -> str:
     """Return the slot of an item of what a call returns."""
     return f"{CALL} {item}"
@@ -151,6 +160,14 @@ def _far_apart(value: Any, eps: float) -> str | None:
     same = (points == 0).all(-1)
     is_some = 0 < int(same.sum()) < same.numel()
     return "{0}.masked_fill(({0} == 0).all(-1, keepdim=True), 1e4)" if is_some else None
+
+
+def _beside_zero(value: Any, eps: float) -> str | None:
+    """Divide by a small number where a parameter is 0, as it may be at the start."""
+    is_parameter = isinstance(value, Tensor) and parameter_in(value) is not None
+    if not (is_parameter and bool((value == 0).any())):
+        return None
+    return f"{{0}}.masked_fill({{0}}.abs() < {eps:g}, {eps:g})"
 
 
 def _are_counts(value: Tensor) -> bool:
@@ -334,6 +351,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "log1p": (*(Edit((0,), _above_pole, factor) for factor in (1, 1e2)), Edit((0,), _smoothed)),
     "div true_divide divide": (
         *(Edit((RATIO,), lambda _, eps: f"{{}} + {eps:g}", 0.1), Edit((1,), _left_out)),
+        Edit((1,), _beside_zero, 1e3),
         *(*_DIVISORS, _AT_POINTS, *_FINITE),
     ),
     "rdiv rtruediv reciprocal": (Edit((0,), _left_out), *_LEAST, *_LARGER),

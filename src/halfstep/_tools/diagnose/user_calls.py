@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from halfstep._common.numbers import things
@@ -22,7 +22,7 @@ from halfstep._tools.diagnose.edits import (
     Edit,
     in_place,
     item_of,
-    maker_of,
+    parameter_in,
     row_name,
     writes_to_first,
 )
@@ -212,7 +212,7 @@ class UserCalls(TorchFunctionMode):
         result = value_with(text, value, names_here())
         is_eps = row_name(running.name) in DIVISIONS and slot in edit.slots and slot != CALL
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
-            if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:
+            if "clamp_min" in text and (parameter := parameter_in(value)) is not None:
                 self.clamped_parameter = variable_of(parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
@@ -243,15 +243,6 @@ class UserCalls(TorchFunctionMode):
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
         return tuple(text for each in self._changes.values() if (text := str(each)))
-
-
-def _parameter_in(value: Tensor) -> Tensor | None:
-    """Return the parameter whose entries, or multiples of them, are the values of a tensor."""
-    node = maker_of(value)
-    leaf = value if value.grad_fn is None else getattr(node, "variable", None)
-    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
-        return None
-    return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
 
 
 def variable_of(parameter: Tensor) -> str:

@@ -550,9 +550,12 @@ class Watch:
                     why = NOT_AGAIN.format(f"its gradients are those of call {num_calls}")
                     event = replace(event, notes=(*event.notes, why))
                 elif is_same:
-                    event = self._growth.explain(event, step) or diagnosis_of_taken_step(
-                        optimizer, taken.numbers, event, model, self._seconds, taken.arguments
-                    )
+                    calls = needed_for(ends)
+                    again = step_of(calls, None, None) if why_not_again(calls) is None else None
+                    usual = self._growth.usual(step, ends[-1].at and ends[-1].at.line)
+                    given = optimizer, taken.numbers, event, model, self._seconds, taken.arguments
+                    explained = self._growth.explain(event, step)
+                    event = explained or diagnosis_of_taken_step(*given, again, usual)
                 self._report(event, step)
         return True
 
