@@ -744,8 +744,6 @@ def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None
     cure = _of_placed(calls, scale, is_finite=True)
     if cure is None:
         return None
-    if calls.clamped_parameter:
-        return Cure("code", OF_PARAMETER.format(calls.clamped_parameter))
     made = [calls]
 
     def change() -> AbstractContextManager[None]:
@@ -753,6 +751,8 @@ def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None
         return made[-1].active()
 
     cure = trial.judged(replace(cure, remarks=calls.remarks()), change, scale=scale or trial.scale)
+    if calls.held_parameter and made[-1].lost:  # it has not moved, without a gradient
+        return Cure("code", OF_PARAMETER.format(calls.held_parameter))
     least, last = sorted(each.share for each in [calls, *made][-2:])  # of it, and the one before
     if cure.trial and last:
         still = max(each.lost for each in [calls, *made][-2:])

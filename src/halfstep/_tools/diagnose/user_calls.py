@@ -85,7 +85,7 @@ class UserCalls(TorchFunctionMode):
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self._changes: dict[tuple[int, Slot], _Changes] = {}
-        self.clamped_parameter = ""
+        self.held_parameter = ""  # whose values an edit takes
         self.reached: set[int] = set()  # indices of the edits whose call was made
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
@@ -212,8 +212,9 @@ class UserCalls(TorchFunctionMode):
         result = value_with(text, value, names_here())
         is_eps = row_name(running.name) in DIVISIONS and slot in edit.slots and slot != CALL
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
-            if "clamp_min" in text and (parameter := parameter_in(value)) is not None:
-                self.clamped_parameter = variable_of(parameter)
+            if "masked_fill" in text or "clamp_min" in text:
+                parameter = parameter_in(value)
+                self.held_parameter = "" if parameter is None else variable_of(parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:
