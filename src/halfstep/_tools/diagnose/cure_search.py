@@ -30,6 +30,7 @@ from halfstep._tools.diagnose.changes import edited_lines, in_words
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, pasted, shown
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
+    OF_POINTS,
     RECTIFIERS,
     SPLITS,
     STANDARDISED,
@@ -380,7 +381,9 @@ def of_maths(
     if form is None and (shifted := _of_shift(trial, before)) is not None:
         return shifted
     of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
-    cures = chain(of_exponents, _of_calls(trial, blame, call, makers))
+    found = {row_name(each.function): each for each in reversed(before)}  # the nearest ones
+    of_points = (of_edit(trial, found[name], OF_POINTS[name]) for name in found if name in OF_POINTS)
+    cures = chain(of_exponents, of_points, _of_calls(trial, blame, call, makers))
     cure = _best(trial, blame, makers, cures)
     if form is None:
         return cure
@@ -741,8 +744,6 @@ def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None
     cure = _of_placed(calls, scale, is_finite=True)
     if cure is None:
         return None
-    if calls.clamped_parameter:
-        return Cure("code", OF_PARAMETER.format(calls.clamped_parameter))
     made = [calls]
 
     def change() -> AbstractContextManager[None]:
@@ -750,6 +751,8 @@ def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None
         return made[-1].active()
 
     cure = trial.judged(replace(cure, remarks=calls.remarks()), change, scale=scale or trial.scale)
+    if calls.held_parameter and made[-1].lost:  # it has not moved, without a gradient
+        return Cure("code", OF_PARAMETER.format(calls.held_parameter))
     least, last = sorted(each.share for each in [calls, *made][-2:])  # of it, and the one before
     if cure.trial and last:
         still = max(each.lost for each in [calls, *made][-2:])

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep._autocast import HALVES
+from halfstep._pytorch import autograd
 from halfstep._tools.measure import is_large_in_most
 
 Expression = Callable[[Any, float], str | None]
@@ -44,6 +45,15 @@ def maker_of(value: Tensor) -> Any:
     while node is not None and node.name().startswith(_MULTIPLES):
         node = next((each for each, _ in node.next_functions if each is not None), None)
     return node
+
+
+def parameter_in(value: Tensor) -> Tensor | None:
+    """Return the parameter whose entries, or multiples of them, are the values of a tensor."""
+    node = maker_of(value)
+    leaf = value if value.grad_fn is None else getattr(node, "variable", None)
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+        return None
+    return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
 
 
 def item_slot(item: int) -> str:
@@ -125,10 +135,39 @@ def _are_probabilities(new: Any, old: Any) -> bool:
     return is_ratio and all(bool(((v >= 0) & (v <= 1)).all()) for v in both)
 
 
+def _of_points(value: Any) -> Tensor | None:
+    """Return values that are computed of points whose gradient is taken, as in a PDE, else None."""
+    if not (isinstance(value, Tensor) and value.requires_grad):
+        return None
+    is_trained = any(isinstance(leaf, nn.Parameter) for leaf in autograd.leaves_of([value]))
+    return None if is_trained else value.detach()
+
+
 def _left_out_of_points(value: Any, eps: float) -> str | None:
-    """Leave out terms at points where the gradient of a result is taken, as in a PDE."""
-    is_point = isinstance(value, Tensor) and value.requires_grad and value.grad_fn is None
-    return _left_out(value.detach(), eps) if is_point else None
+    """Leave out terms at points where the divisor is 0, or a few that are near others."""
+    if (sizes := _of_points(value)) is None:
+        return None
+    limit = float(f"{float(sizes.median()) / 100:.0e}")  # its twelfth power may overflow
+    if bool((sizes > 0).all()) and 0 < int((sizes < limit).sum()) <= sizes.numel() / 4:
+        return f'{{0}}.masked_fill({{0}} < {limit:g}, float("inf"))'
+    return _left_out(sizes, eps)
+
+
+def _far_apart(value: Any, eps: float) -> str | None:
+    """Move points that are at the same place far apart, where their distance has a slope."""
+    if (points := _of_points(value)) is None or points.dim() < 2:
+        return None
+    same = (points == 0).all(-1)
+    is_some = 0 < int(same.sum()) < same.numel()
+    return "{0}.masked_fill(({0} == 0).all(-1, keepdim=True), 1e4)" if is_some else None
+
+
+def _beside_zero(value: Any, eps: float) -> str | None:
+    """Divide by a small number where a parameter is 0, as it may be at the start."""
+    is_parameter = isinstance(value, Tensor) and parameter_in(value) is not None
+    if not (is_parameter and bool((value == 0).any())):
+        return None
+    return f"{{0}}.masked_fill({{0}}.abs() < {eps:g}, {eps:g})"
 
 
 def _are_counts(value: Tensor) -> bool:
@@ -282,7 +321,13 @@ _DIVISORS = [
     for factor in (1, 1e3)
     for expression in (_limited("eps", None), _raised)
 ]
-_AT_POINTS = (Edit((1,), _left_out_of_points),)
+_AT_POINTS, _APART = Edit((1,), _left_out_of_points), Edit((0,), _far_apart)
+OF_POINTS = {
+    **dict.fromkeys(DIVISIONS[:3], _AT_POINTS),
+    **dict.fromkeys(DIVISIONS[3:], _AT_POINTS._replace(slots=(0,))),
+    **dict.fromkeys(("norm", "vector_norm"), _APART),
+}
+"""Edits of calls on the way to a result of points."""
 _SCORES = tuple(Edit((0,), _limited(f"-{_FAR}", high)) for high in (None, _FAR))
 _EPS = tuple(Edit(("eps",), lambda _, eps: f"{eps:g}", factor) for factor in (1, 1e2))
 _FINITE = tuple(
@@ -306,7 +351,8 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "log1p": (*(Edit((0,), _above_pole, factor) for factor in (1, 1e2)), Edit((0,), _smoothed)),
     "div true_divide divide": (
         *(Edit((RATIO,), lambda _, eps: f"{{}} + {eps:g}", 0.1), Edit((1,), _left_out)),
-        *(*_DIVISORS, *_AT_POINTS, *_FINITE),
+        Edit((1,), _beside_zero, 1e3),
+        *(*_DIVISORS, _AT_POINTS, *_FINITE),
     ),
     "rdiv rtruediv reciprocal": (Edit((0,), _left_out), *_LEAST, *_LARGER),
     "sqrt rsqrt": (*(Edit((0,), _raised_if_exact, factor) for factor in (1, 1e2)), *_LEAST),

@@ -30,6 +30,7 @@ from halfstep._tools.diagnose.diagnosis import (
     source_of,
 )
 from halfstep._tools.diagnose.inspect_op import inspect
+from halfstep._tools.diagnose.several_steps import UNKNOWN, Usual
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
 from halfstep._tools.measure import bytes_of, is_finite
@@ -139,7 +140,10 @@ class _StepTracker(BlameTracker):
 
 
 def fault_of_step(
-    replayer: Replayer, scale: float | None, put: Callable[[float], None] | None = None
+    replayer: Replayer,
+    scale: float | None,
+    put: Callable[[float], None] | None = None,
+    usual: Usual = UNKNOWN,
 ) -> Diagnosis | None:
     """Carry out the steps of optimizers in a replay; return the diagnosis of a bad one.
 
@@ -161,7 +165,7 @@ def fault_of_step(
         put(1.0)
         bad = _in_both(bad, inspect(replayer, blame, scale).bad)
         put(0.0)
-    trial = CureTrial(replayer, found.run)
+    trial = CureTrial(replayer, found.run, usual)
     with suppress(OutOfTime):
         if any(note.startswith("eps is 0") for note in event.notes):
             cure = _of_setting(trial, optimizer, "eps", USUAL_EPS)
@@ -287,24 +291,29 @@ def diagnosis_of_taken_step(
     model: nn.Module | None,
     seconds: float,
     arguments: Callable[[Closure], tuple[tuple[Any, ...], dict[str, Any]]],
+    loss: Callable[[], object] | None = None,
+    usual: Usual = UNKNOWN,
 ) -> Diagnosis:
     """Take a step again that has made weights bad; name its op and its cure if it goes bad again.
 
     ``arguments`` are those of the step with a closure, if it has one. The gradients are still
     there, those of the first call of a closure; the replay ends with the second one. The numbers
-    begin as before, and what was inf or NaN and is not among them at zero.
+    begin as before, and what was inf or NaN and is not among them at zero. ``loss`` computes the
+    loss and its gradients again, which further steps take.
     """
+    is_exact = any(isinstance(key, Tensor) for _, numbers in before for key in numbers)
+    gradients = [(weight, weight.grad) for weight in parameters(optimizer)]
+    taken_in: list[int] = []
 
-    def step(optimizer: Optimizer) -> None:
-        known = {id(values) for values, _ in before}
-        for member in members(optimizer):
-            state = getattr(member, "state", {})
-            for weight in [w for w, values in state.items() if id(values) not in known]:
-                del state[weight]  # its first step made it
-        for values, numbers in before:
-            values.update(map_plain(_copied, numbers))
-            for weight in (each for each in numbers if isinstance(each, Tensor)):
-                weight.detach().copy_(numbers[weight])
+    def step(optimizer: Optimizer, loss: Callable[[], object] | None) -> None:
+        is_first, taken_in[:] = taken_in != [replayer.num_replays], [replayer.num_replays]
+        if is_first:
+            begin_as_before()
+        if loss is not None:
+            with torch.enable_grad():
+                loss()
+        for weight, gradient in gradients if is_first else ():
+            weight.grad = gradient
         losses = [torch.zeros(())]
 
         def closure() -> Tensor:
@@ -315,17 +324,27 @@ def diagnosis_of_taken_step(
         args, kwargs = arguments(closure)
         type(optimizer).step(optimizer, *args, **kwargs)
 
-    replayer = Replayer(partial(step, optimizer), model)
+    def begin_as_before() -> None:
+        known = {id(values) for values, _ in before}
+        for member in members(optimizer):
+            state = getattr(member, "state", {})
+            for weight in [w for w, values in state.items() if id(values) not in known]:
+                del state[weight]  # its first step made it
+        for values, numbers in before:
+            values.update(map_plain(_copied, numbers))
+            for weight in (each for each in numbers if isinstance(each, Tensor)):
+                weight.detach().copy_(numbers[weight])
+
+    replayer = Replayer(partial(step, optimizer, loss if is_exact else None), model)
     replayer.limit, found = seconds, None
     try:
         with _zero_where_bad(optimizer) as put:
-            found = fault_of_step(replayer, None, put)
+            found = fault_of_step(replayer, None, put, usual)
     except Exception as error:  # raised by the user's optimizer
         replayer.notes.append(NOT_AGAIN.format(short_error(error)))
     if found is None:
         why_not = [note for note in replayer.notes if note.startswith(NOT_AGAIN[:30])]
         return replace(event, notes=(*event.notes, *why_not))
-    is_exact = any(isinstance(key, Tensor) for _, numbers in before for key in numbers)
     return replace(
         event,
         bad=found.bad,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from halfstep._common.numbers import things
@@ -22,7 +22,7 @@ from halfstep._tools.diagnose.edits import (
     Edit,
     in_place,
     item_of,
-    maker_of,
+    parameter_in,
     row_name,
     writes_to_first,
 )
@@ -85,7 +85,7 @@ class UserCalls(TorchFunctionMode):
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self._changes: dict[tuple[int, Slot], _Changes] = {}
-        self.clamped_parameter = ""
+        self.held_parameter = ""  # whose values an edit takes
         self.reached: set[int] = set()  # indices of the edits whose call was made
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
@@ -212,8 +212,9 @@ class UserCalls(TorchFunctionMode):
         result = value_with(text, value, names_here())
         is_eps = row_name(running.name) in DIVISIONS and slot in edit.slots and slot != CALL
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
-            if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:
-                self.clamped_parameter = variable_of(parameter)
+            if "masked_fill" in text or "clamp_min" in text:
+                parameter = parameter_in(value)
+                self.held_parameter = "" if parameter is None else variable_of(parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:
@@ -243,15 +244,6 @@ class UserCalls(TorchFunctionMode):
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
         return tuple(dict.fromkeys(text for each in self._changes.values() if (text := str(each))))
-
-
-def _parameter_in(value: Tensor) -> Tensor | None:
-    """Return the parameter whose entries, or multiples of them, are the values of a tensor."""
-    node = maker_of(value)
-    leaf = value if value.grad_fn is None else getattr(node, "variable", None)
-    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
-        return None
-    return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
 
 
 def variable_of(parameter: Tensor) -> str:
@@ -304,7 +296,7 @@ class _Changes:
         self._rows = self._rows or (named_rows(changed) if has_rows else "")
 
     def add_divisors(self, before: Tensor, after: Tensor) -> None:
-        replaced = ((after - before).abs() >= before.abs()) & before.isfinite()
+        replaced = ((after - before).abs() >= before.abs()) & before.isfinite() & after.isfinite()
         self._num_replaced += int(replaced.sum())
         self._num_divisors += before.numel()
         self._is_of_numbers |= bool((before[replaced] != 0).any())
@@ -317,7 +309,7 @@ class _Changes:
             return ""
         if self._is_left_out:
             places = f"{self._num:,} of {things(self._of, 'place')}{': ' * bool(self._rows)}"
-            return f"the quotient is 0 where the divisor is, in {places}{self._rows}"
+            return f"it makes the quotient 0 in {places}{self._rows}"
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
         if not self.is_of_data:
             return f"{changed}, which then get no gradient: check why they are out of range"

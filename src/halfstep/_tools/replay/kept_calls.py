@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -26,6 +27,7 @@ from halfstep._pytorch import autograd, modes
 from halfstep._scaler import GradScaler, Static
 from halfstep._tools.measure import bytes_of
 from halfstep._tools.replay.observer import restoring
+from halfstep._tools.replay.undo import restore_container
 from halfstep._tools.user_code import CALLED_AGAIN, Place
 
 LARGEST_COPY = 2**26
@@ -57,6 +59,9 @@ class Given:
     tensor: Tensor  # tensor; detached if code that was not kept computed it
     version: int  # version counter of the tensor at the time of the call
     copy: Tensor | None = None  # a copy of the values, made before the loop overwrites the tensor
+    whole: weakref.ref[Tensor] | None = None  # what was detached
+    # Where a call may have put it: a list or dictionary, the key there, and a copy of that.
+    places: Sequence[tuple[Any, Any, Any]] = ()
 
     @property
     def has_changed(self) -> bool:
@@ -74,6 +79,17 @@ class Given:
 
     def value(self) -> Tensor:
         return self.tensor if self.copy is None else self.copy
+
+    def original(self) -> Tensor | None:
+        return self.tensor if self.whole is None else self.whole()
+
+    def again(self) -> Tensor:
+        """Return what a repeated call has put in place of the tensor, or else its value."""
+        for holder, key, before in self.places:
+            now = items_of(holder).get(key)
+            if isinstance(now, Tensor) and all(now is not v for v in items_of(before).values()):
+                return now
+        return self.value()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +386,16 @@ def call_again(
     for module in modules:
         module.zero_grad()
     is_scaled = any(call.function is scale for call in calls)
-    for call in calls:
-        by_run = scaler if call.function is scale else None
-        if by_run is None and call.name == "backward" and not is_scaled:
-            by_run = scaler  # `halfstep run --amp` scales inside backward
-        made[call] = _again(call, made, by_run)
+    try:
+        for call in calls:
+            by_run = scaler if call.function is scale else None
+            if by_run is None and call.name == "backward" and not is_scaled:
+                by_run = scaler  # `halfstep run --amp` scales inside backward
+            made[call] = _again(call, made, by_run)
+    finally:
+        for each in chain.from_iterable(call.given for call in calls):
+            for holder, _, before in each.places:
+                restore_container(holder, before)
     if root is None:
         return made[calls[-1]]
     value = made[root.call][root.position]
@@ -452,13 +473,20 @@ def _value(placeholder: Any, made: dict[KeptCall, list[Tensor]]) -> Any:
     if type(placeholder) is Made:
         return made[placeholder.call][placeholder.position]
     if type(placeholder) is Given:
-        return placeholder.value()
+        return placeholder.again()
     if type(placeholder) is Inside:
         whole = copy.copy(placeholder.like)
         for name, part in placeholder.parts.items():
             set_part(whole, name, made[part.call][part.position])
         return whole
     return placeholder
+
+
+def items_of(holder: Any) -> dict[Any, Any]:
+    """Return the items of a list, or of what has keys or attributes; a list's are by their end."""
+    if isinstance(holder, list):
+        return dict(enumerate(holder, -len(holder)))
+    return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
 
 
 def parts_of(whole: Any) -> Iterator[tuple[str, Tensor]]:

@@ -130,7 +130,7 @@ class UndoLog:
                 continue
             if kind is tuple or kind in _CONTAINERS:
                 before = value if kind is tuple else value.copy()
-                self._held[id(value)] = (value, partial(_restore_container, value, before))
+                self._held[id(value)] = (value, partial(restore_container, value, before))
                 inner = before.values() if isinstance(before, dict) else before
                 waiting.extend(item for item in inner if type(item) not in _PLAIN)
             elif (restore := _restorer(value)) is not None:
@@ -224,7 +224,7 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     return None
 
 
-def _restore_container(value: Any, before: Any) -> None:
+def restore_container(value: Any, before: Any) -> None:
     if _is_same(value, before):
         return
     if isinstance(value, dict):  # not cleared: another thread may read it as an object's __dict__

@@ -8,6 +8,7 @@ computed. Only buffers, random states, and tensors that the loop overwrites are 
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import signal
@@ -39,10 +40,12 @@ from halfstep._tools.replay.kept_calls import (
     Made,
     devices_of_autocast,
     is_model,
+    items_of,
     name_of,
     needed_for,
     parts_of,
     set_part,
+    why_not_again,
 )
 from halfstep._tools.user_code import Place, is_users, only_stacks, user_place, whole_model
 from halfstep._tools.watch.bad_steps import have_finite_values
@@ -111,6 +114,7 @@ class CallLog:
         self._old: list[weakref.ref[KeptCall]] = []
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
+        self._last_of: dict[nn.Module, KeptCall] = {}  # of each module, in this step
         self._before = self._first = self._num_copied = self._num_held = 0
         # The last call in this step in which the loop wrote to a tensor, without the tensor, and
         # where it ever wrote inf or NaN.
@@ -140,8 +144,8 @@ class CallLog:
                 self._keep_bad()
         self._turn()
         self._last_writes, self._num_copied, self._num_held = ByMemory(), 0, 0
-        self._evaluated.clear()
-        self._models.clear()
+        for each in (self._evaluated, self._models, self._last_of):
+            each.clear()
         self._writes = ByMemory()
 
     def _turn(self) -> None:
@@ -207,7 +211,9 @@ class CallLog:
             self._wholes[module] = weakref.ref(whole_model(module))
         if call.has_grad or module.training:
             call.random = RandomStates(accelerators())
-        call.is_training = module.training
+        if len(self._last_of) > MOST_MODELS:
+            self._last_of.clear()
+        call.is_training, self._last_of[module] = module.training, call
         call.forward = vars(replicated(module)).get("forward")
         call.buffers = self._buffers.of(module)
         if not is_model(module):
@@ -244,6 +250,7 @@ class CallLog:
             written = self._writes.get(tensor)
             call.of += (made.call,) if written is None else (made.call, written)
             return made
+        whole = tensor
         if tensor.grad_fn is not None:
             is_used = call.has_grad and not _detaches(call)
             call.gap = _gap_at(tensor) if is_used else call.gap
@@ -251,7 +258,7 @@ class CallLog:
         known = self._given.setdefault(_number_of(tensor), [])
         found = known[-1]() if known else None
         if found is None or found.tensor is not tensor or found.version != version:
-            found = Given(tensor, version)
+            found = Given(tensor, version, whole=None if whole is tensor else weakref.ref(whole))
             known.append(weakref.ref(found))
         call.given += (found,)
         return found
@@ -272,6 +279,30 @@ class CallLog:
         for name in made:
             set_part(rest, name, torch.empty(0))
         return Inside(rest, made)
+
+    def with_keepers(self, calls: list[KeptCall]) -> list[KeptCall]:
+        """Add the last call of each module, if ``calls`` read what a module or its hook has kept.
+
+        They find it in the replay where the call of the module puts it again.
+        """
+        given = [each for call in calls for each in call.given]
+        given = [each for each in given if each.whole or not is_finite(each.value())]
+        kept = [tensor for each in given if (tensor := each.original()) is not None]
+        places: dict[int, list[tuple[Any, Any, Any]]] = {id(tensor): [] for tensor in kept}
+        with unseen():
+            for whole in gc.get_referrers(*kept) if kept and self._last_of else ():
+                holder = whole if isinstance(whole, list) else items_of(whole)
+                if whole is kept or (type(holder) is dict and "__builtins__" in holder):
+                    continue  # what a script itself holds is data
+                for key, item in items_of(holder).items():
+                    if id(item) in places:
+                        places[id(item)].append((holder, key, holder.copy()))
+        more = needed_for([*calls, *self._last_of.values()])
+        if not any(places.values()) or why_not_again(more) is not None:
+            return calls
+        for each in given:
+            each.places = places.get(id(each.original()), ())
+        return more
 
     def given_bad(self) -> tuple[KeptCall, Tensor] | None:
         """Return the first call of a module with a bad tensor that no kept call made."""

@@ -550,9 +550,12 @@ class Watch:
                     why = NOT_AGAIN.format(f"its gradients are those of call {num_calls}")
                     event = replace(event, notes=(*event.notes, why))
                 elif is_same:
-                    event = self._growth.explain(event, step) or diagnosis_of_taken_step(
-                        optimizer, taken.numbers, event, model, self._seconds, taken.arguments
-                    )
+                    calls = needed_for(ends)
+                    again = step_of(calls, None, None) if why_not_again(calls) is None else None
+                    usual = self._growth.usual(step, ends[-1].at and ends[-1].at.line)
+                    given = optimizer, taken.numbers, event, model, self._seconds, taken.arguments
+                    explained = self._growth.explain(event, step)
+                    event = explained or diagnosis_of_taken_step(*given, again, usual)
                 self._report(event, step)
         return True
 
@@ -648,6 +651,7 @@ class Watch:
         usual = self._growth.usual(self._step, line, calls, before)
         usual = replace(usual, max_norm=self._max_norm, step=again, is_known=self._is_known)
         usual = replace(usual, loss=None, size=None) if is_other else usual
+        calls = self._capture.log.with_keepers(calls)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -733,7 +737,8 @@ class Watch:
             return steps.num + (is_ahead or not steps.rounds.is_open)
         ends = self._capture.ends  # some may return gradients that a loss is computed of
         inner = ("create_graph", "retain_graph")
-        num = sum(not any(map((end.kwargs or {}).get, inner)) for end in ends) or len(ends[:1])
+        outer = [end for end in ends if not any(map((end.kwargs or {}).get, inner))]
+        num = sum(end.name == "backward" for end in outer) or len(outer) or len(ends[:1])
         return steps.num + num + steps.is_leaving
 
     def _seen_only(self, first: Made | None) -> Diagnosis:

@@ -1,9 +1,9 @@
 # kind: 4
 # expect: range pow
 # step: 1
-# cure: ^halfstep.autocast in place of torch.autocast, with policy="standard; pow:fp32"$
-# says: the op and the numbers are those of step 2
-# never: \.\.\.[,)]
+# cure: pow:fp32
+# says: tried for . steps of SGD on this batch
+# never: traced live
 import halfstep
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 # kind: 5
 # expect: maths div|reciprocal
-# says: the quotient is 0 where the divisor is, in 1 of 12 places: row 0 of 12
+# says: it makes the quotient 0 in 1 of 12 places: row 0 of 12
 # cure: / r\.masked_fill\(r == 0, float\("inf"\)\)
 # never: A critic|rises
 # learns: losses[-1] < 0.6 * losses[0]

@@ -1,6 +1,6 @@
 # kind: 5
 # expect: maths div|true_divide|abs|sub
-# says: the quotient is 0 where the divisor is, in 1 of 16 places: row 4 of 16 \(from 0\)
+# says: it makes the quotient 0 in 1 of 16 places: row 4 of 16 \(from 0\)
 # cure: / y\.masked_fill\(y == 0, float\("inf"\)\)
 # learns: 0 < loss < 2
 import torch

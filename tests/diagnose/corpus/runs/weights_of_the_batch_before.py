@@ -1,6 +1,6 @@
 # kind: 5
 # expect: maths div|reciprocal|true_divide
-# says: the quotient is 0 where the divisor is, in 1 of 5 places
+# says: it makes the quotient 0 in 1 of 5 places
 # learns: accuracy > 0.8
 import torch
 from torch import nn
