@@ -1,8 +1,9 @@
-"""Whole runs of the corpus: named, judged, and cured."""
+"""Whole runs of the corpus: named, judged, and cured; every second one, or HALFSTEP_RUNS=all."""
 
 from __future__ import annotations
 
 import copy
+import os
 from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from halfstep._tools.diagnose import several_steps
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Operand, Verdict, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+RUNS = [*runs.RUNS][:: 1 if os.environ.get("HALFSTEP_RUNS") == "all" else 2]
 # Of which a short trial tells less, or finds another cure.
 LONG = ("actions_at_the_edge", "lbfgs_probit", "ratio_of_probabilities")
 
@@ -24,7 +26,7 @@ LONG = ("actions_at_the_edge", "lbfgs_probit", "ratio_of_probabilities")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.whole_trials if n in LONG else ()) for n in runs.RUNS],
+    [pytest.param(n, marks=pytest.mark.whole_trials if n in LONG else ()) for n in RUNS],
 )
 def test_a_run_that_goes_bad_is_diagnosed_and_cured(name: str, tmp_path: Path) -> None:
     judged = runs.judge(name, tmp_path)
