@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.device import DEVICE
-from torch import Tensor
+from torch import Tensor, nn
 from torch.ao import quantization
 
+from halfstep import trace
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.rule import HALVES
 
@@ -49,6 +50,17 @@ def test_a_product_with_a_sparse_matrix(name: str, layout: torch.layout, has: to
     assert len(found) == len(expected) == 3
     assert found[2].dtype is has
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["@", "mm", "addmm", "linear"])
+def test_a_sparse_product_of_the_policy_torch_is_pytorchs(name: str) -> None:
+    x, matrix = torch.linspace(0, 1, 32).reshape(8, 4), (torch.eye(8) / 3).to_sparse()
+    with torch.autocast(DEVICE, torch.float16):
+        expected = PRODUCTS[name](matrix, x)
+    with autocast(DEVICE, torch.float16, policy="torch"):
+        assert torch.equal(PRODUCTS[name](matrix, x), expected)
+        with trace(nn.Identity()):  # which runs halfstep's kernels
+            assert torch.equal(PRODUCTS[name](matrix, x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

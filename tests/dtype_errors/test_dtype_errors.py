@@ -123,6 +123,14 @@ def test_what_has_run_with_a_change(lines: str, ran: str, tmp_path: Path) -> Non
     assert f"tried, and {ran}, in place of train.py:14:\n" in str(found)
 
 
+def test_a_changed_line_that_fails_later_is_said_not_to_be_tried(
+    tmp_path: Path,
+) -> None:
+    source = "model, more = nn.Linear(4, 4), half + 1\nh = model(half)\ng = model(more).view(3)"
+    text = str(explain(failing(source, tmp_path / "train.py")))
+    assert "it runs (the change of line 12 was not tried), in place of train.py:11 and " in text
+
+
 def test_nothing_is_tried_with_other_tensors_than_those_that_failed(tmp_path: Path) -> None:
     source = (
         "model = nn.Linear(4, 2)\n"

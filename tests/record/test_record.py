@@ -339,6 +339,16 @@ def test_evaluation_and_recomputation_are_not_measured(tmp_path: Path) -> None:
     assert found["output", "0"].amax < 100
 
 
+def test_samples_wait_once_for_a_backward_pass_that_is_not_seen(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, every=1):
+        for _ in range(10):
+            (model.weight.grad,) = torch.autograd.grad(model(torch.ones(2)), model.weight)
+            optimizer.step()
+    assert [each.step for each in read_run(tmp_path).samples] == [5, 6, 7, 8, 9, 10]
+
+
 def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) -> None:
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

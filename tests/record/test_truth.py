@@ -278,29 +278,39 @@ def test_products_of_a_frozen_model_and_of_a_custom_function_are_left_out(tmp_pa
     assert " outside of compiled or custom f" in dtypes_text({"float16": 1, "hidden": 1})
 
 
+@pytest.mark.parametrize("is_root", [False, True])
 @pytest.mark.parametrize(
-    ("factors", "expected"),
-    [([(2.0,), (3.0,)], 13.0), ([(), (0.5, 0.5)], 5.0), ([(1.0,), (0.5, 0.25)], 4.25)],
+    ("is_list", "factors", "expected"),
+    [
+        (False, [(2.0,), (3.0,)], 13.0),
+        (False, [(), (0.5, 0.5)], 5.0),
+        (False, [(1.0,), (0.5, 0.25)], 4.25),
+        (True, [(1.0,), (0.5, 0.25)], 4.25),
+    ],
 )
-def test_a_factor_is_that_of_the_scaled_loss_whose_pass_it_is(factors, expected, tmp_path):
+def test_a_factor_is_of_the_scaled_loss_of_its_pass(is_list, factors, expected, is_root, tmp_path):
     """Those of several passes of one loss add up; without any, it counts once."""
     weight, scaler = nn.Parameter(torch.ones(())), halfstep.GradScaler("cpu", 8.0)
     with halfstep.record(tmp_path / "run", model=nn.ParameterList([weight])):
-        losses = [scaler.scale(weight * size) for size in (2.0, 3.0)]
+        losses = [weight * 2.0, weight * 3.0]
+        losses = scaler.scale(losses) if is_list else [*map(scaler.scale, losses)]
         (weight * 100).backward(gradient=torch.tensor(7.0))
         for loss, of_loss in zip(losses[::-1], factors[::-1], strict=True):
-            for factor in of_loss:
-                loss.backward(gradient=torch.tensor(factor), retain_graph=True)
+            for factor in map(torch.tensor, of_loss):
+                root, given = (loss * factor, None) if is_root else (loss, factor)
+                root.backward(gradient=given, retain_graph=True)
         scaler.step(torch.optim.SGD([weight], lr=0.0))
         scaler.update()
     assert [step.loss for step in read_run(tmp_path / "run").steps] == [expected]
 
 
-def test_factors_of_several_scaled_losses_in_one_pass(tmp_path):
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_factors_of_several_scaled_losses_in_one_pass(is_sum, tmp_path):
     weight, scaler = nn.Parameter(torch.ones(())), halfstep.GradScaler("cpu", 8.0)
     with halfstep.record(tmp_path / "run", model=nn.ParameterList([weight])):
-        losses = [scaler.scale(weight * 2.0), scaler.scale(weight * 4.0)]
-        torch.autograd.backward(losses, [torch.tensor(0.5), torch.tensor(0.25)])
+        a, b = scaler.scale([weight * 2.0, weight * 4.0])
+        roots = [a * 0.5 + b * 0.25] if is_sum else [a, b]
+        torch.autograd.backward(roots, None if is_sum else [torch.tensor(0.5), torch.tensor(0.25)])
         scaler.step(torch.optim.SGD([weight], lr=0.0))
         scaler.update()
     assert [step.loss for step in read_run(tmp_path / "run").steps] == [2.0]

@@ -289,12 +289,14 @@ def test_numbers_that_are_made_a_tensor_again_have_their_origin() -> None:
     assert (found.verdict, found.bad.op) == ("maths", "div")
 
 
-def test_a_number_that_is_nan_is_data_and_one_that_was_read_has_its_origin() -> None:
+def test_a_number_that_is_not_finite_is_data_and_one_that_was_read_has_its_origin() -> None:
     net, x = nn.Linear(4, 1), torch.randn(3, 4)
-    found = halfstep.diagnose(lambda: (net(x).mean() * float("nan")).backward())
-    assert (found.verdict, found.tensor) == ("data", "the number nan")
-    assert found.bad.op == "mul"
-    assert "data: `mul` in the forward pass is given the number nan" in str(found)
+    for number in ("nan", "inf", "-inf"):
+        found = halfstep.diagnose(lambda: (net(x).mean() * float(number)).backward())  # noqa: B023
+        assert (found.verdict, found.tensor) == ("data", f"the number {number}")
+        assert found.bad.op == "mul"
+        assert f"data: `mul` in the forward pass is given the number {number}" in str(found)
+        assert found.cure.text == f"look where the number {number} comes from"
 
     def step() -> None:
         weight = (x - x).sum() / (x - x).sum()
@@ -321,3 +323,16 @@ def test_what_is_made_of_the_gradients_of_a_function_is_an_end(is_bad: bool) -> 
     found = halfstep.diagnose(step)
     assert found.verdict == ("maths" if is_bad else "none")
     assert not is_bad or (found.bad is not None and found.bad.op == "div")
+
+
+def test_a_module_whose_name_another_model_has_too_is_named_with_its_class() -> None:
+    model, other = (
+        nn.Sequential(nn.Linear(4, 1)),
+        type("Other", (nn.Sequential,), {})(nn.Linear(4, 4)),
+    )
+    nn.init.ones_(model[0].weight)
+    scaler = halfstep.GradScaler(enabled=False)
+    with halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch:
+        other(X)
+        model(torch.full((2, 4), 3e38)).sum().backward()
+    assert "of `Sequential.0` in the forward pass" in str(watch.found[0])

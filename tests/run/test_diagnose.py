@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from msgspec.structs import replace
@@ -92,6 +93,13 @@ def test_without_a_scaler_the_step_has_the_same_number(halfstep_run, tmp_path):
     assert (done.code, done.err) == (0, "")
     first, *_ = read_run(tmp_path / "out").diagnoses
     assert (first.step, first.diagnosis.verdict) == (4, "range")
+
+
+def test_steps_of_another_thread_are_said_not_to_be_diagnosed(halfstep_run, tmp_path):
+    call = "\nimport threading\nt = threading.Thread(target=learn)\nt.start()\nt.join()\n"
+    (tmp_path / "own.py").write_text(f"def learn():\n{indent(OWN, '    ')}{call}")
+    done = halfstep_run("--diagnose", "-o", "out", "own.py")
+    assert "skipped, 0 diagnoses (steps of other threads are not diagnosed);" in done.err
 
 
 LEAVES = """

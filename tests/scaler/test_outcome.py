@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.journal import HISTORY_LENGTH
+from halfstep._scaler.outcome import Culprit
 from halfstep.errors import CallOrderError
 
 
@@ -84,6 +85,11 @@ def test_skipped(fused: bool, unscale: bool, bad: float) -> None:
     assert outcome.culprits == ["b.weight"]
     good = {name: norm for name, norm in outcome.norms.items() if name != "b.weight"}
     assert good == pytest.approx({name: NORMS[name] for name in good})
+
+
+def test_a_culprit_has_a_largest_finite_magnitude_if_an_entry_is_finite() -> None:
+    assert str(Culprit("a", 0, 2400, 2400)) == "a: 2,400 NaN of 2,400 entries"
+    assert str(Culprit("a", 1, 0, 2, 3.0)) == "a: 1 inf of 2 entries, largest finite magnitude 3"
 
 
 @fused_or_not

@@ -131,6 +131,16 @@ def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> Non
     assert not any("clamp" in note for note in found.notes)
 
 
+def test_a_line_that_wrote_to_the_largest_weight_is_checked_first() -> None:
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters())
+    write = lambda i: i == 4 and model[0].weight.data.mul_(1e25)  # noqa: E731
+    (found,) = watched(model, optimizer, before_step=write)[0].found
+    assert found.happened.startswith("weights exploded: the largest weight of Adam grew from ")
+    first = "first check this line, which wrote to it outside of a step of Adam: "
+    assert found.cure.text.startswith(first)
+
+
 @pytest.mark.parametrize(
     ("settings", "schedule", "happened", "cure"),
     [

@@ -68,7 +68,8 @@ def _leave(name: str, device: str) -> Kernel:
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     match rule.action:
         case "lower":
-            as_pytorch = _cast_to(name, device, dtype, use_cache=_is_product(name))
+            sparse = dtype if rule in rules_of("torch") else torch.float32
+            as_pytorch = _cast_to(name, device, dtype, sparse, use_cache=_is_product(name))
             if _may_be_outer(rule, name):
                 as_pytorch = _lower_what_contracts(name, device, dtype)
             return lower_unlike_pytorch(rule, name, device, dtype) or as_pytorch
@@ -217,6 +218,7 @@ def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -
     It tells :mod:`halfstep._autocast.native` whenever PyTorch's alone would not do.
     """
     pytorch, may_be_outer = pytorch_kernel(name, device), _may_be_outer(rule, name)
+    sparse = dtype if rule in rules_of("torch") else torch.float32
 
     def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # On in a plain torch.autocast: it began before ours, or is under use_policy.
@@ -237,7 +239,7 @@ def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -
             if is_cache_on:
                 torch.set_autocast_cache_enabled(True)
         native.products[device].pinned.add(name)
-        return _detour(met, name, device, keys, args, kwargs)
+        return _detour(met, name, device, sparse)(keys, *args, **kwargs)
 
     pytorchs.add(lower)
     return lower
@@ -254,10 +256,18 @@ def _is_product(name: str) -> bool:
 
 
 @cache
-def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
+def _cast_to(
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    sparse: torch.dtype = torch.float32,
+    *,
+    use_cache: bool = False,
+) -> Kernel:
+    """Cast to a dtype; a lower one that is not ``sparse``, no product with a sparse argument."""
     op, autocast = callable_of(overload(name)), autocast_keys(device)
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
-    to = lowered if dtype in HALVES else cast
+    is_dense = dtype in HALVES and dtype is not sparse
     below = dispatch.keys_below(dispatch.autocast_key(device))
     redispatch = dispatch.redispatch_of(overload(name))
     takes_numbers = dispatch.takes_numbers(overload(name))
@@ -279,8 +289,10 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
             try:
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
+                if is_dense and any(getattr(arg, "layout", None) in _SPARSE for arg in args):
+                    raise SparseMet
                 casts = [
-                    arg if type(arg) in _NO_TENSORS or i in written else to(arg, device, dtype)
+                    arg if type(arg) in _NO_TENSORS or i in written else cast(arg, device, dtype)
                     for i, arg in enumerate(args)
                 ]
                 if kwargs:
@@ -288,18 +300,17 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 return op(*casts, **kwargs)
             except Detour as raised:
                 met = type(raised)
-        return _detour(met, name, device, keys, args, kwargs)
+        return _detour(met, name, device, sparse)(keys, *args, **kwargs)
 
     return cast_to
 
 
-def _detour(met: type[Detour], name: str, device: str, keys: Keys, args: Any, kwargs: Any) -> Any:
-    """Run an op whose kernel met an argument that it does not cast.
+def _detour(met: type[Detour], name: str, device: str, sparse: torch.dtype) -> Kernel:
+    """Return what runs an op whose kernel met an argument that it does not cast.
 
-    Call it after the ``except``, to keep that exception out of the context of the op's errors.
+    Use it after the ``except``, to keep that exception out of the context of the op's errors.
     """
-    kernel = _promote(name, device) if met is ToPromote else _cast_to(name, device, torch.float32)
-    return kernel(keys, *args, **kwargs)
+    return _promote(name, device) if met is ToPromote else _cast_to(name, device, sparse, sparse)
 
 
 @cache
@@ -342,7 +353,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 return _rounded(op(*wide, **kwargs), dtype)
             except Detour as raised:
                 met = type(raised)
-        return _detour(met, name, device, keys, args, kwargs)
+        return _detour(met, name, device, torch.float32)(keys, *args, **kwargs)
 
     return lower
 
@@ -366,7 +377,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 return sums.with_fp32_result(name, casts, kwargs)
             except Detour as raised:
                 met = type(raised)
-        return _detour(met, name, device, keys, args, kwargs)
+        return _detour(met, name, device, torch.float32)(keys, *args, **kwargs)
 
     return multiply
 
@@ -539,7 +550,7 @@ class ToPromote(Detour):
 
 
 class SparseMet(Detour):
-    """Raised for a sparse argument: see :func:`lowered`."""
+    """Raised for a sparse argument: few products have a kernel for it in lower precision."""
 
 
 _SPARSE = frozenset(
@@ -597,19 +608,6 @@ class _SparseCast(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def lowered(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast an argument of a product to lower precision, like :func:`cast`.
-
-    Raises:
-        ToPromote: as :func:`cast`.
-        SparseMet: it is a sparse tensor, for which most products have no kernel in lower precision,
-            forward or backward. The op must then run in float32.
-    """
-    if isinstance(value, Tensor) and value.layout in _SPARSE:
-        raise SparseMet
-    return cast(value, device, dtype)
-
-
 def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     """Cast the weights that the cache keeps; return other values unchanged.
 
@@ -617,7 +615,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
     Raises:
         ToPromote: as :func:`cast`.
-        SparseMet: as :func:`lowered`.
+        SparseMet: there is a sparse tensor. The op must then run in float32, or be PyTorch's.
     """
     kind = type(value)
     if kind in _NO_TENSORS:

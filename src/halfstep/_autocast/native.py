@@ -6,7 +6,7 @@ cast for each use of a weight, whose gradients are added in float32. Halfstep's 
 cases, for which the first contexts of each device and gradient mode are watched:
 
 - a weight is used again in a context: its cast is kept, which saves time and memory;
-- an argument is in float64 or sparse: the product runs in float64 or float32;
+- an argument is in float64, or sparse by other rules than PyTorch's: the product runs wider;
 - a product contracts nothing, like that of a column and a row: lowering would only round it.
 
 The kernels of products like the last two stay. The others leave the dispatcher, for plain

@@ -92,11 +92,11 @@ class Culprit:
     def __str__(self) -> str:
         if not self.num_entries:
             return self.name
-        bad = [f"{n} {kind}" for n, kind in ((self.num_inf, "inf"), (self.num_nan, "NaN")) if n]
-        return (
-            f"{self.name}: {' and '.join(bad)} of {things(self.num_entries, 'entry', 'entries')}, "
-            f"largest finite magnitude {self.amax:.3g}"
-        )
+        bad = [f"{n:,} {what}" for n, what in ((self.num_inf, "inf"), (self.num_nan, "NaN")) if n]
+        is_any_finite = self.num_inf + self.num_nan < self.num_entries
+        largest = f", largest finite magnitude {self.amax:.3g}" if is_any_finite else ""
+        entries = things(self.num_entries, "entry", "entries")
+        return f"{self.name}: {' and '.join(bad)} of {entries}{largest}"
 
 
 class Outcome:

@@ -404,5 +404,6 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "
         text = f"{rows}{'or ' * bool(rows)}{LEAVE_OUT}{together}\n{tensor} is not finite{where}"
     else:
         finding = f": before the step began it was not finite{where}"
-        text = f"{rows}look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"
+        is_number = str(tensor).startswith(A_NUMBER)
+        text = f"{rows}look where {tensor} comes from{'' if is_number else finding}"
     return Cure("data", text)

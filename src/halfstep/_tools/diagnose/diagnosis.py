@@ -22,7 +22,7 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Verdict = Literal["none", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
-A_NUMBER = "the number nan"  # the text that stands for the tensor's name if a Python number is NaN
+A_NUMBER = "the number "  # which begins what stands for a tensor's name if a Python number is bad
 BY_THE_OP_ALONE = "judged by the op alone"
 """The end of a note: no replay of the whole step in float32 was finite."""
 CureKind = Literal["policy", "scale", "dtype", "code", "data", "look"]
@@ -289,8 +289,8 @@ def _said(found: Diagnosis, *, with_line: bool) -> str:
             return f"{where} is not finite{in_float32 if dtype not in _WIDE else ''}"
         case "none" | "growth" | "optimizer":
             return found.happened
-        case "data" if found.tensor == A_NUMBER:
-            return f"{where} is given {A_NUMBER}"
+        case "data" if str(found.tensor).startswith(A_NUMBER):
+            return f"{where} is given {found.tensor}"
         case "data":
             reader = f"; {where} reads it first" if where else ""
             return f"{_name(found.tensor)} was not finite before the step{reader}"

@@ -30,7 +30,7 @@ from halfstep._tools.replay.blame import (
     OUTSIDE,
     Blame,
     BlameTracker,
-    has_nan_number,
+    bad_number,
     name_in_code,
     names_in,
 )
@@ -59,7 +59,7 @@ class OpInspection(OpObserver):
         self._blame, self._name_of = blame, name_of
         self.bad = described(blame)
         self.has_seen = blame.key is None  # whether the op ran
-        self.tensor: str | None = None  # name of the tensor from outside, or A_NUMBER
+        self.tensor: str | None = None  # name of the tensor from outside, or of a number
         # Call that ran the op, or the op whose gradient it computes.
         self.call: UserCall | None = None
         self.notes: list[str] = []
@@ -84,8 +84,9 @@ class OpInspection(OpObserver):
             self.bad = replace(self.bad, name=name, line=line, inputs=inputs, needs=_needs(call))
             if tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, tensor)
-            elif not any(each.nan or each.inf for each in inputs) and has_nan_number(call):
-                self.tensor = A_NUMBER
+            elif not any(each.nan or each.inf for each in inputs):
+                number = bad_number(call)
+                self.tensor = None if number is None else f"{A_NUMBER}{number}"
             self.notes = _ignored(call)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfstep._autocast import current_policy
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.numbers import listed
 from halfstep._pytorch import autograd
 from halfstep._tools.dtype_errors import rest
 from halfstep._tools.dtype_errors.failing_call import (
@@ -70,7 +71,7 @@ class TriedEdits:
     ran: str  # what of the code has run with them
 
     def __str__(self) -> str:
-        where = " and ".join(f"{Path(edit.file).name}:{edit.first}" for edit in self.edits)
+        where = listed([f"{Path(edit.file).name}:{edit.first}" for edit in self.edits])
         lines = (indent(dedent(edit.text), "  ") for edit in self.edits)
         return "\n".join([f"tried, and {self.ran}, in place of {where}:", *lines])
 
@@ -201,10 +202,7 @@ def _told(call: Call) -> tuple[str, str]:
 def _operand(
     named: Named, calls: list[Call], users: list[Call], line: Call, with_integers: bool
 ) -> GivenTensor:
-    """Name an operand as the user's line does, or that of a package, else as a member of a module.
-
-    ``line`` is the last line outside of packages.
-    """
+    """Name an operand as the user's or a package's line does, else as a member of a module."""
     given = [(t, of) for of in (line, users[-1]) for t in of.tensors(with_integers=with_integers)]
     same = [(each, of) for each, of in given if _is_it(each, named.tensor)]
     same.sort(key=lambda each: each[0].tensor.shape != named.tensor.shape)  # not ``h`` for ``h.T``
@@ -364,10 +362,7 @@ def _cures_of_one(
 def _cures(
     failing: _Failing, operands: Sequence[_Operand], of_one: torch.dtype | None
 ) -> Iterator[Edits]:
-    """Yield the changes of a line of the user with which a failing call runs.
-
-    ``of_one`` is the dtype that the error wants of one operand.
-    """
+    """Yield changes of a line with which a failing call runs; its error wants ``of_one``."""
     if of_one and (found := [*_cures_of_one(failing, operands, of_one)]):
         yield from found
         return

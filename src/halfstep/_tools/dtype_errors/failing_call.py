@@ -356,10 +356,7 @@ def origin_of(named: Named, users: list[Call]) -> str:
 
 
 def _bindings(call: Call, names: set[str]) -> Iterator[str]:
-    """Yield the lines of a function that bind one of the names, as text.
-
-    Those that another one surely follows are left out.
-    """
+    """Yield the lines of a function that bind a name, without those that another surely follows."""
     tree, before = tree_of(call.place.code.co_filename), [*_surely_before(call)]
     is_repeated = any(isinstance(each, _LOOPS) for each in call.around())
     end = float("inf") if is_repeated else getattr(call.node, "lineno", 0)

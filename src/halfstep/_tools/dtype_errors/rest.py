@@ -526,7 +526,11 @@ def _ran(run: Run | None, user: Call, line: Call) -> str:
     # Those that only report, or end the step, have no part in the tensors.
     own = (n for file, n in untried if not is_of_package(file))
     matter = (n for n in own if not isinstance(n, ast.Expr) or _is_backward(n.value))
-    return next((f"it runs (line {each.lineno} was not tried)" for each in matter), "it runs")
+    changed = {getattr(node, "lineno", 0) for node in (run.edits if run else ())}
+    for each in matter:
+        what = "the change of line" if each.lineno in changed else "line"
+        return f"it runs ({what} {each.lineno} was not tried)"
+    return "it runs"
 
 
 def differentiated(calls: list[Call], user: Call) -> Call | None:

@@ -7,11 +7,11 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 import torch
@@ -132,9 +132,8 @@ class Recorder:
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
         self._scaled: list[Tensor] = []  # in the order of scaling
-        # By the number of its node in the graph: the place of a loss there, and what was scaled.
-        self._places: dict[int, tuple[int, Tensor]] = {}
-        self._weighed: set[int] = set()  # the places of those whose passes were given factors
+        self._places: dict[int, int] = {}  # there of losses, by the numbers of their nodes
+        self._weighed: set[int] = set()  # the places of those that a pass has multiplied
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -160,10 +159,12 @@ class Recorder:
                 self._leave_out_what_was_dropped()
             self._loss_scaler = scaler
             self._num_scaled += 1
-            found = self._add_losses(tensors_in([outputs]))
+            losses = [*tensors_in([outputs])]
+            found = self._add_losses(losses)
             if found is not None and optim.optimizer_step_depth() == 0:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
-                self._places[_node_of(outputs)] = len(self._scaled) - 1, found
+                nodes = [autograd.sequence_number(each.grad_fn) for each in losses if each.grad_fn]
+                self._places |= dict.fromkeys(nodes, len(self._scaled) - 1)
 
     @_aside
     def on_backward(self, roots: Any, gradients: Any = None) -> None:
@@ -183,20 +184,28 @@ class Recorder:
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
             self._discard_sample()
             self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
-        if self._counts_plain_steps():
-            self._leave_out_what_was_dropped()
-            found = tensors_in([roots])
-            self._add_losses(found if gradients is None else _weighed(roots, gradients))
-        elif gradients is not None:
-            for root, by in zip(tensors_in([roots]), tensors_in([gradients]), strict=False):
-                self._weigh(_node_of(root, depth=1), by.detach())
-
-    def _weigh(self, node: int, factor: Tensor) -> None:
-        """Count a scaled loss by the factors of its backward passes, which add up."""
-        if node < 0 or node not in self._places or factor.numel() != 1:
+        found = [*tensors_in([roots])]
+        factors = [] if gradients is None else [*tensors_in([gradients])]
+        if not self._counts_plain_steps():
+            for n, root in enumerate(found):
+                self._weigh(root, factors[n] if len(factors) == len(found) else None)
             return
-        place, loss = self._places[node]
-        weighed = _scalar(loss * factor) + (self._scaled[place] if place in self._weighed else 0)
+        self._leave_out_what_was_dropped()
+        if factors and len(factors) == len(found):
+            found = [loss.detach() * by for loss, by in zip(found, factors, strict=True)]
+        self._add_losses(found)
+
+    def _weigh(self, root: Tensor, factor: Tensor | None) -> None:
+        """Count scaled losses as their backward passes multiply them, which add up."""
+        found = dict(_scalings(root, self._places))
+        (place, scaling), *others = found.items() or [(-1, None)]
+        is_alone = scaling is root.grad_fn and [*self._places.values()].count(place) == 1
+        if others or root.numel() != 1 or (is_alone and factor is None):
+            return
+        if (scale := autograd.saved_by(scaling).get("other")) is None:
+            return
+        weighed = root.detach() / scale * (1 if factor is None else factor.detach())
+        weighed = _scalar(weighed) + (self._scaled[place] if place in self._weighed else 0)
         self._add_losses([weighed - self._scaled[place]])
         self._scaled[place] = weighed
         self._weighed.add(place)
@@ -421,8 +430,9 @@ class Recorder:
         self._weighed.clear()
         self._loss_scaler, self._num_scaled = None, 0
         self._by_hand.clear()
-        if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
-            self._num_waits = 0
+        if self._sampler.is_open and (self._num_backward or self._num_waits >= MOST_WAITS):
+            if self._num_backward:  # else none may be seen later either, as by torch.func
+                self._num_waits = 0
             self._end_sample(scale)
         else:
             self._num_waits += self._sampler.is_open
@@ -584,23 +594,16 @@ class Recorder:
                 )
 
 
-def _weighed(losses: Any, gradients: Any) -> list[Tensor]:
-    """Return losses times the gradients that a backward pass is given for them, if any."""
-    given, found = (list(tensors_in([each])) for each in (gradients, losses))
-    if len(given) != len(found):  # not one for each
-        return found
-    return [
-        loss if by.numel() != 1 else _scalar(loss.detach() * by.detach())
-        for loss, by in zip(found, given, strict=True)
-    ]
-
-
-def _node_of(outputs: Any, depth: int = 0) -> int:
-    """Return the number of the node of one loss, or of what was scaled to it; else -1."""
-    node, *more = [tensor.grad_fn for tensor in tensors_in([outputs])] or [None]
-    for _ in range(depth):
-        node = node.next_functions[0][0] if node is not None and node.next_functions else None
-    return -1 if node is None or more else autograd.sequence_number(node)
+def _scalings(root: Tensor, places: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
+    """Yield places of the scaled losses that some ops compute a root of, and what scaled them."""
+    nodes: list[tuple[Any, Any]] = [(root.grad_fn, None)]
+    for node, scaling in islice(nodes, 64):
+        place = None if node is None else places.get(autograd.sequence_number(node))
+        if place is not None:
+            yield place, scaling
+        elif node is not None:
+            scaling = node if type(node).__name__ == "MulBackward0" else scaling
+            nodes += [(each, scaling) for each, _ in node.next_functions]
 
 
 def _scalar(loss: Tensor) -> Tensor:

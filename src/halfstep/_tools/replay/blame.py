@@ -263,7 +263,7 @@ class BlameTracker(OpObserver):
             causes.append(cause)
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
-            if self.first is not None and has_nan_number(call):
+            if self.first is not None and bad_number(call) is not None:
                 return self.first  # number was read from a bad tensor, as by item()
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
@@ -346,10 +346,12 @@ def _is_fill_with_inf(call: OpCall) -> bool:
     return call.name in _FILLS and any(isinstance(v, float) and math.isinf(v) for v in values)
 
 
-def has_nan_number(call: OpCall) -> bool:
-    """Return whether a number among the arguments of an op is NaN."""
-    values: list[Any] = [*call.args, *call.kwargs.values()]
-    return any(isinstance(v, float) and math.isnan(v) for v in values)
+def bad_number(call: OpCall) -> float | None:
+    """Return a number among the arguments of an op that is NaN, or inf and not for a mask."""
+    numbers = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, float)]
+    is_trained = any(tensor.requires_grad for tensor in call.given)
+    is_meant = not is_trained or call.name.rstrip("_") not in ("add", "mul", "sub")
+    return next((v for v in numbers if math.isnan(v) or (math.isinf(v) and not is_meant)), None)
 
 
 def _is_all_of_its_memory(tensor: Tensor) -> bool:

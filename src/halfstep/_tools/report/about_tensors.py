@@ -257,7 +257,7 @@ def _non_finite(
 ) -> Sentence:
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-    where = f" over all {first.num_samples} samples, first seen at step "
+    where = f" over all {first.num_samples} sampled steps, first seen at step "
     where = " in the sample of step " if first.num_samples == 1 else where
     what = f" contained {listed(counts)}{where}{first.non_finite_step}"
     others = ("; ", *_names(bad[1:]), " contained some too") if len(bad) > 1 else ()
@@ -309,8 +309,8 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             "warning",
             Code(worst.name),
             f" has entries beyond the largest value of {worst.format} "
-            f"({count(worst.overflow[worst.format])} in {things(worst.num_samples, 'sample')}, the "
-            f"largest: {worst.amax:.4g})",
+            f"({count(worst.overflow[worst.format])} in "
+            f"{things(worst.num_samples, 'sampled step')}, the largest: {worst.amax:.4g})",
             *(("; ", *_names(others), " too") if others else ()),
             "; a cast to it makes inf.",
             evidence=row_of(summary, worst),
@@ -324,13 +324,13 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
     if zero:
         is_lowered = summary.is_lowered and summary.has_run_lower is not False
         is_in_fp16 = is_lowered and summary.lower == "fp16"
-        samples = max(layer.num_samples for layer in zero)
+        steps = things(max(layer.num_samples for layer in zero), "sampled step")
         or_underflow = ", or all of them underflow, which a larger scale would show"
         yield say(
             "bad" if is_in_fp16 and 2 * len(zero) >= len(gradients) else "warning",
             "All gradient entries of ",
             *_names(zero),
-            f" are zero (in {things(samples, 'sample')}): the loss does not depend on them there"
+            f" are zero (in {steps}): the loss does not depend on them there"
             f"{or_underflow if is_in_fp16 else ''}.",
             evidence=row_of(summary, zero[0]),
         )

@@ -359,6 +359,8 @@ class Session:
             return NO_STEP
         seen, watch = self._record.seen, self._watch
         found = "" if watch is None else f", {things(len(watch.found), 'diagnosis', 'diagnoses')}"
+        is_missing = watch is not None and watch.misses_threads
+        found += " (steps of other threads are not diagnosed)" * is_missing
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""
         what = f"{recorded(steps, self._record.num_skipped, seen)}{found}{ran}"
         if of_others:

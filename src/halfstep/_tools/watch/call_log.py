@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._autocast import current_settings
 from halfstep._common.machine import RandomStates, accelerators
-from halfstep._common.module_names import replicated
+from halfstep._common.module_names import replicated, without_wrappers
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
@@ -439,10 +439,7 @@ class CallLog:
         return Made(again, 0), at
 
     def place_of(self, tensor: Tensor, *, is_new: bool = False) -> Place | None:
-        """Return where the loop last wrote to a tensor, or made it.
-
-        If ``is_new``, only if it did so in this step or in the one before.
-        """
+        """Return where the loop wrote to a tensor or made it; ``is_new``: in the last two steps."""
         number, place = self._written_at.get(tensor, (-1, None))
         entry = self._entries.get(id(tensor))
         if place is None and entry is not None and entry() is tensor:
@@ -493,6 +490,13 @@ class CallLog:
             return None
         reference = self._wholes.get(model)
         return (reference and reference()) or model
+
+    def full_name(self, module: str, model: nn.Module | None) -> str:
+        """Return a name with the class of its model, if others that were called have it too."""
+        wholes = filter(None, (reference() for reference in self._wholes.values()))
+        names = {type(w): {without_wrappers(n) for n, _ in w.named_modules()} for w in wholes}
+        is_shared = bool(module) and sum(module in each for each in names.values()) > 1
+        return f"{type(model).__name__}.{module}" if is_shared else module
 
     def name_in_models(self, tensor: Tensor) -> str:
         """Return the name of a tensor of any model that the loop has called, or an empty text."""
@@ -586,10 +590,7 @@ class BufferCopies:
         )
 
     def of(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
-        """Return the current buffers of a model, each with its version and a copy of its values.
-
-        The modules with buffers are looked up once per model.
-        """
+        """Return the current buffers of a model, each with its version and a copy of its values."""
         if model not in self._owners:
             # `_buffers` is not a dictionary in torch.jit modules.
             self._owners[model] = [

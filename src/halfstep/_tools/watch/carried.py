@@ -33,7 +33,7 @@ class Carried:
     """Sizes of the tensors that the loop makes or writes to, by the place in its code."""
 
     def __init__(self, log: CallLog) -> None:
-        self._log, self._next = log, 1
+        self.log, self._next = log, 1
         self._sizes: dict[tuple[CodeType, int], list[tuple[int, float]]] = {}
 
     def measure(self, step: int) -> None:
@@ -41,7 +41,7 @@ class Carried:
         if step >= self._next:
             self._next = 2 * step
             with unseen():
-                last = {_key(place): tensor for tensor, place in self._log.recent()}
+                last = {_key(place): tensor for tensor, place in self.log.recent()}
                 for key, tensor in last.items():
                     is_data = tensor.is_floating_point() and not tensor.requires_grad
                     if is_data and bytes_of(tensor) <= LARGEST_COPY and (size := largest([tensor])):
@@ -55,7 +55,7 @@ class Carried:
         Those that are not finite are read if ``are_bad``, else the others. Sync: one for each.
         """
         for tensor in (given.tensor for call in calls for given in call.given):
-            place = self._log.place_of(tensor)
+            place = self.log.place_of(tensor)
             known = [] if place is None else self._sizes.get(_key(place), [])
             if place is None or not known or are_finite([tensor]) == are_bad:
                 continue

@@ -136,10 +136,7 @@ def is_of_the_model(found: Diagnosis) -> bool:
 
 
 def _of_bad_write(place: Place, found: Diagnosis) -> str:
-    """Return the cure of a tensor to which a line wrote inf or NaN that it was given, as it loads.
-
-    ``found`` is the diagnosis of the write.
-    """
+    """Return the cure of a tensor to which a line wrote inf or NaN that it was given, or loads."""
     statement, line = place.statement, line_text(place.line)
     is_load = statement is not None and _LOAD.search(ast.unparse(statement)) is not None
     is_named = found.tensor is not None and "without a name" not in found.tensor
@@ -160,10 +157,7 @@ def of_buffers(
     scale: float | None,
     seconds: float,
 ) -> Diagnosis | None:
-    """Return the diagnosis of a forward pass that made buffers bad of finite values, or None.
-
-    It is replayed with the weights from after the step.
-    """
+    """Return the diagnosis of a pass that made buffers bad of finite values, replayed; or None."""
 
     def buffers() -> list[Tensor]:
         named = [] if model is None else model.named_buffers()

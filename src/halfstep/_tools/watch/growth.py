@@ -22,7 +22,7 @@ from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import modes
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, pasted
 from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
-from halfstep._tools.line import Line
+from halfstep._tools.line import Line, line_text
 from halfstep._tools.replay.kept_calls import KeptCall
 from halfstep._tools.source import Source
 from halfstep._tools.watch.bad_steps import largest
@@ -267,9 +267,7 @@ class Growth:
         """Return the growth of weights, only by a rate that was raised if ``is_by_rate``."""
         for optimizer, measured in self._measured.items():
             amax, name = largest(parameters(optimizer)), type(optimizer).__name__
-            least = (
-                amax if only is None else largest([w for w in parameters(optimizer) if w is only])
-            )
+            least = largest([w for w in parameters(optimizer) if only is None or w is only])
             for back, before in enumerate(reversed(measured), start=1):
                 base = max(before.amax, 1.0)
                 if least > needed**back * base:
@@ -281,9 +279,13 @@ class Growth:
                 continue
             rates = dict.fromkeys(map(number, (before.rate, rate)))
             since = f" before step {before.step}" if before.step < step else ""  # of a closure
+            weight = max(parameters(optimizer), key=lambda each: largest([each]))
+            place = self._carried.log.place_of(weight, is_new=True)
+            wrote = line_text(place.line) if place and step > 2 else ""  # and not made it
             event = (
-                f"the run diverges: the largest weight of {name} grew from {number(before.amax)}"
-                f"{since} to {number(amax)} {'before' if since else 'in'} step {step}"
+                f"{'weights exploded' if wrote else 'the run diverges'}: the largest weight of "
+                f"{name} grew from {number(before.amax)}{since} to {number(amax)} "
+                f"{'before' if since else 'in'} step {step}"
                 + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
                 + (f", raised from {number(begun)}" if rate > begun else "")
             )
@@ -308,6 +310,9 @@ class Growth:
                 if not any(OF_CRITIC in hint for hint in hints):
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
                 text = "\nor ".join(hints)
+            if wrote:
+                first = f"first check this line, which wrote to it outside of a step of {name}"
+                text = f"{first}: {wrote}\nor {text}"
             return replace(found, happened=event, cure=Cure("code", text))
         return None
 

@@ -86,10 +86,7 @@ def standardise(calls: Sequence[KeptCall], before: Sequence[KeptCall]) -> tuple[
 def _outlier(
     found: Sequence[_Data], calls: Sequence[KeptCall], before: Sequence[KeptCall]
 ) -> tuple[str, Change] | None:
-    """Return what to do with data far beyond those of the step before, and a change that limits it.
-
-    None if there are none.
-    """
+    """Return what to do with data far beyond those of the step before, and a change; or None."""
     for data in found:
         largest = _largest(data.tensor)
         same = (call for call in before if largest >= LARGE_DATA and _is_same(call, data.call))

@@ -188,10 +188,7 @@ def _between(good: int, bad: int) -> str:
 
 
 def of_settings(optimizer: Optimizer, begun: float = math.inf) -> str:
-    """Return the cure of a setting that makes weights larger; empty if none is the cause.
-
-    A weight decay, a momentum or ``maximize`` may, and LBFGS takes long steps without a search.
-    """
+    """Return the cure of a setting that makes weights larger, as a momentum may; else nothing."""
     if type(optimizer) is torch.optim.LBFGS and not _groups(optimizer)[0]["line_search_fn"]:
         return 'LBFGS(..., line_search_fn="strong_wolfe")  # limits its steps; or a lower lr'
     is_of_sgd = type(optimizer) is torch.optim.SGD

@@ -69,10 +69,7 @@ def lines_with(file: str, names: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Numbers(Frame):
-    """A copy of a frame that notes which expressions make numbers that are not finite.
-
-    So is a complex number, of a root of one below 0.
-    """
+    """A copy of a frame that notes which expressions make complex or non-finite numbers."""
 
     bad: list[_Spot] = field(default_factory=list)  # the innermost first
     returned: list[_Spot] = field(default_factory=list)  # the outermost last

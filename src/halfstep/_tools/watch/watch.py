@@ -212,6 +212,7 @@ class Watch:
             )
         self.found: list[Diagnosis] = []  # one for each place
         self.notes: list[str] = []  # for the next diagnosis
+        self.misses_threads = False  # whether an optimizer stepped in another thread
         self._scaler, self._model, self._tell = scaler, model, tell or self.warn
         self._capture = Capture(
             self._is_here,
@@ -430,6 +431,7 @@ class Watch:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Diagnose a step without a scaler, before it is taken or after its closure has run."""
+        self.misses_threads |= threading.get_ident() != self._thread
         if not self._is_outermost_step():
             return None
         self._pause(is_stepping=True)
@@ -591,6 +593,7 @@ class Watch:
         return is_here and optim.optimizer_step_depth() <= 1
 
     def _is_watching(self, scaler: GradScaler) -> bool:
+        self.misses_threads |= threading.get_ident() != self._thread
         return (self._scaler is None or self._scaler is scaler) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
@@ -773,6 +776,9 @@ class Watch:
             notes = (*notes, SPOILT.format(names=names_text(left)))
             self._of_steps.add(number)
         found = replace(found, notes=(*found.notes, *notes))
+        if (bad := found.bad) is not None:
+            name = self._capture.log.full_name(bad.module, self._last_model)
+            found = replace(found, bad=replace(bad, module=name))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and is_of_the_model(found))
         if self.found and is_left and found.verdict == "data":
