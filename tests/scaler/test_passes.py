@@ -36,12 +36,6 @@ WRITES_ONLY = {"copy_", "fill_", "zero_"}
 WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero"}
 
 
-@pytest.fixture(autouse=True)
-def fast_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU with AVX512; a check reads and writes."""
-    monkeypatch.setattr(norms, "has_fast_norms", lambda: True)
-
-
 class Ops(TorchDispatchMode):
     """Adds up the bytes of gradients that ops read and write, and lists the ops that wait."""
 
@@ -151,7 +145,7 @@ def clip_with_torch(setup: Setup) -> None:
         (False, no_clip, 2),
         (False, clip_in_step, 3),
         (False, clip_with_torch, 5),
-        (True, no_clip, 1),
+        (True, no_clip, 2),
         (True, clip_in_step, 1),
     ],
 )
@@ -182,17 +176,10 @@ def test_passes_of_torch(fused: bool, step: Callable[[Setup], None], passes: int
 
 
 @pytest.mark.parametrize(
-    ("entries", "has_fast_norms"),
-    [
-        ([torch.ones(64)] * 300, True),
-        ([torch.ones(1 << 20, dtype=torch.float16)], True),
-        ([torch.ones(1 << 18)], False),
-    ],
+    "entries",
+    [[torch.ones(64)] * 300, [torch.ones(1 << 20, dtype=torch.float16)], [torch.ones(1 << 18)]],
 )
-def test_gradients_that_are_slow_to_measure_are_checked_in_place(
-    entries, has_fast_norms, monkeypatch
-):
-    monkeypatch.setattr(norms, "has_fast_norms", lambda: has_fast_norms)
+def test_gradients_that_are_slow_to_measure_are_checked_in_place(entries):
     params = [torch.nn.Parameter(each.clone()) for each in entries]
     made = Setup(GradScaler(DEVICE, SCALE), torch.optim.SGD(params, lr=1e-3, fused=True), params)
     for _ in range(WARM_UP):
@@ -222,7 +209,7 @@ def test_gradients_that_are_slow_to_measure_are_checked_in_place(
 @pytest.mark.parametrize(
     ("fused", "step", "passes"),
     # A plain step finds out when it has divided, and multiplies again; else nothing was changed.
-    [(False, no_clip, 4), (False, clip_in_step, 1), (True, no_clip, 1), (True, clip_in_step, 1)],
+    [(False, no_clip, 4), (False, clip_in_step, 1), (True, no_clip, 2), (True, clip_in_step, 1)],
 )
 def test_passes_of_a_skipped_step(fused: bool, step: Callable[[Setup], None], passes: int) -> None:
     made = setup(GradScaler, fused=fused)
@@ -241,10 +228,10 @@ def test_passes_of_a_skipped_step(fused: bool, step: Callable[[Setup], None], pa
     [
         # A scale below 1 makes gradients larger: what comes out has to be looked at, too, if the
         # scale may be there in a few steps.
-        ({"min_scale": 0.5, "backoff_factor": 2.0**-6}, False, 4),
-        ({"min_scale": 0.5, "backoff_factor": 2.0**-6}, True, 2),
+        ({"min_scale": 0.5, "backoff_factor": 2.0**-6}, False, 5),
+        ({"min_scale": 0.5, "backoff_factor": 2.0**-6}, True, 3),
         ({"min_scale": 0.5}, False, 2),
-        ({"min_scale": 0.5}, True, 1),
+        ({"min_scale": 0.5}, True, 2),
     ],
 )
 def test_passes_of_what_costs_one_more(kwargs: dict[str, Any], fused: bool, passes: int) -> None:

@@ -382,7 +382,9 @@ def of_maths(
         return shifted
     of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
     found = {row_name(each.function): each for each in reversed(before)}  # the nearest ones
-    of_points = (of_edit(trial, found[name], OF_POINTS[name]) for name in found if name in OF_POINTS)
+    of_points = (
+        of_edit(trial, found[name], OF_POINTS[name]) for name in found if name in OF_POINTS
+    )
     cures = chain(of_exponents, of_points, _of_calls(trial, blame, call, makers))
     cure = _best(trial, blame, makers, cures)
     if form is None:
