@@ -117,9 +117,8 @@ def test_the_message(fused: bool) -> None:
     assert text.splitlines()[:3] == [
         "updates 2 to 4 were skipped (SGD); reason: overflow; the scale is now 2^16",
         "inf or NaN in the gradients of 1 parameter:",
-        text.splitlines()[2],
+        "  1.weight: 1 inf and 1 NaN of 2 entries",
     ]
-    assert text.splitlines()[2].startswith("  1.weight: 1 inf and 1 NaN of 2 entries, largest")
     assert "What to try: the scaled gradients overflow." in text
 
 
