@@ -552,10 +552,9 @@ class Watch:
                 elif is_same:
                     calls = needed_for(ends)
                     again = step_of(calls, None, None) if why_not_again(calls) is None else None
-                    usual = self._growth.usual(step, ends[-1].at and ends[-1].at.line)
                     given = optimizer, taken.numbers, event, model, self._seconds, taken.arguments
                     explained = self._growth.explain(event, step)
-                    event = explained or diagnosis_of_taken_step(*given, again, usual)
+                    event = explained or diagnosis_of_taken_step(*given, again)
                 self._report(event, step)
         return True
 
