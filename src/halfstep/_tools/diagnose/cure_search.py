@@ -570,14 +570,14 @@ IN_LOGS = (
     "of a / b, and exp at the end; or make the exponent smaller, by a larger temperature"
 )
 LOOK = "check why what it reads is out of its range, where that is made"
-MOST_MAKERS = 3  # the largest number of calls before the bad one whose results are clamped in turn
+MOST_MAKERS = 6  # the largest number of calls before the bad one whose results are clamped in turn
 MOST_OF_RESULT = 4  # the largest number of edits of one of these results that are tried
 
 
 def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:
     """Yield edits of the results of calls that the bad call and others read, or that rectify."""
-    for number, maker in enumerate(makers[: 4 * MOST_MAKERS]):
-        is_near = maker.is_shared and number < 2 * MOST_MAKERS
+    for number, maker in enumerate(makers[: 2 * MOST_MAKERS]):
+        is_near = maker.is_shared and number < MOST_MAKERS
         if is_near or row_name(maker.function) in RECTIFIERS:
             for edit in edits_of_source(call.function, maker.function):
                 is_item = maker.is_part and row_name(maker.call.function) in SPLITS
