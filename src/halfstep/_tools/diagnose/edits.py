@@ -130,19 +130,19 @@ def _data_in(value: Any) -> Tensor | None:
 
 def _left_out(value: Any, eps: float) -> str | None:
     """Divide by inf where data are 0, or few points are near others, which leaves out terms."""
-    if (sizes := _data_in(value)) is None or not sizes.numel():
+    if (sizes := _data_in(value)) is None:
         return None
-    limit = float(f"{float(sizes.median()) / 100:.0e}")  # its twelfth power may overflow
-    is_near = value.requires_grad and bool((sizes > 0).all())
-    if is_near and 0 < int((sizes < limit).sum()) <= sizes.numel() / 4:
-        return f'{{0}}.masked_fill({{0}} < {limit:g}, float("inf"))'
+    if value.requires_grad and sizes.numel() and bool((sizes > 0).all()):
+        limit = float(f"{float(sizes.float().median()) / 100:.0e}")  # its 12th power may overflow
+        if 0 < int((sizes < limit).sum()) <= sizes.numel() / 4:
+            return f'{{0}}.masked_fill({{0}} < {limit:g}, float("inf"))'
     is_some = 0 < int((sizes == 0).sum()) < sizes.numel()
     return '{0}.masked_fill({0} == 0, float("inf"))' if is_some else None
 
 
 def _far_apart(value: Any, eps: float) -> str | None:
     """Move points that are at the same place far apart, where their distance has a slope."""
-    if (points := _data_in(value)) is None or points.dim() < 2:
+    if (points := _data_in(value)) is None or points.dim() < 2 or not value.requires_grad:
         return None
     same = (points == 0).all(-1)
     is_some = 0 < int(same.sum()) < same.numel()

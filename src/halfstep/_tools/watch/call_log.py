@@ -29,6 +29,7 @@ from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import items_of, map_plain, parts_of, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, compiler, modes, storages
+from halfstep._pytorch.distributed import has_ranks
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.measure import bytes_of, is_finite, is_mask
 from halfstep._tools.replay.blame import names_in
@@ -46,7 +47,7 @@ from halfstep._tools.replay.kept_calls import (
     why_not_again,
 )
 from halfstep._tools.user_code import Place, is_users, only_stacks, user_place, whole_model
-from halfstep._tools.watch.bad_steps import have_finite_values
+from halfstep._tools.watch.bad_steps import are_finite, have_finite_values
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
@@ -279,12 +280,9 @@ class CallLog:
         return Inside(rest, made)
 
     def with_keepers(self, calls: list[KeptCall]) -> list[KeptCall]:
-        """Add the last calls of modules, if ``calls`` read what a module or its hook has kept.
-
-        They find it in the replay where the call of the module puts it again.
-        """
+        """Add the calls of modules that put again what ``calls`` read and a hook has kept."""
         given = [each for call in calls for each in call.given]
-        given = [each for each in given if each.whole or not is_finite(each.value())]
+        given = [each for each in given if each.whole or not are_finite([each.value()])]
         kept = [tensor for each in given if (tensor := each.original()) is not None]
         places: dict[int, list[tuple[Any, Any, Any]]] = {id(tensor): [] for tensor in kept}
         with unseen():
@@ -296,8 +294,8 @@ class CallLog:
                     if id(item) in places:
                         places[id(item)].append((holder, key, holder.copy()))
         more = needed_for([*calls, *self._last])
-        if not any(places.values()) or why_not_again(more) is not None:
-            return calls
+        if not any(places.values()) or has_ranks() or why_not_again(more) is not None:
+            return calls  # or several ranks would wait for each other
         for each in given:
             each.places = places.get(id(each.original()), ())
         return more
@@ -540,14 +538,10 @@ def unseen() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if _is_of_a_signal(error):
+            codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+            handlers = map(signal.getsignal, signal.valid_signals())  # as one for a time limit
+            if any(getattr(each, "__code__", None) in codes for each in handlers):
                 raise
-
-
-def _is_of_a_signal(error: Exception) -> bool:
-    """Return whether a signal handler raised an error, such as one for a time limit."""
-    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _number_of(tensor: Tensor) -> int:
