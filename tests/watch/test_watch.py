@@ -212,6 +212,18 @@ def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> No
     assert found.verdict == "data"
 
 
+def test_what_a_hook_keeps_is_made_again_and_put_back() -> None:
+    model, kept, seen = nn.Linear(4, 1), list[Tensor](), list[Tensor]()
+    model.register_forward_hook(lambda *given: kept.append((-given[-1].square()).log()))
+
+    def loss_of() -> Tensor:
+        seen.append(model(torch.ones(2, 4)))
+        return kept[0].mean()
+
+    (found,) = scaled_losses(model, halfstep.GradScaler(init_scale=16.0), [loss_of]).found
+    assert (found.verdict, found.bad and found.bad.op, len(kept)) == ("maths", "log", len(seen))
+
+
 def test_a_scale_that_finds_its_place_is_no_fault() -> None:
     loop = Loop(init_scale=2.0**24, growth_interval=4)
     with loop.watched() as watch:

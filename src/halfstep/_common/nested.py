@@ -52,6 +52,20 @@ def values_reached(value: Any, leave_out: tuple[type, ...]) -> Iterator[Any]:
             waiting.extend(getattr(each, name, None) for name in slots)
 
 
+def items_of(holder: Any) -> dict[Any, Any]:
+    """Return the items of a list, or of what has keys or attributes; a list's are by their end."""
+    if type(holder) is list:
+        return dict(enumerate(holder, -len(holder)))
+    return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+
+
+def parts_of(whole: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are items or attributes of an object, with their names."""
+    for name, part in list(items_of(whole).items()):
+        if isinstance(part, Tensor) and isinstance(name, str):
+            yield name, part
+
+
 def tensors_reached(value: Any) -> list[Tensor]:
     """Return the tensors in :func:`values_reached`, except those in modules."""
     if isinstance(value, Tensor):  # the most common result of a call

@@ -30,6 +30,7 @@ from halfstep._tools.diagnose.changes import edited_lines, in_words
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, pasted, shown
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
+    OF_OUTPUTS,
     OF_POINTS,
     RECTIFIERS,
     SPLITS,
@@ -371,7 +372,8 @@ def of_maths(
     result overflowed, edits of the exponent of an earlier exp.
     """
     form = None if call is None else of_formula(trial, call)
-    if form is not None and form.edits and (not form.losses or trial.usual.is_like(form.losses[0])):
+    is_found = form is not None and form.edits and form.is_finite is not False
+    if form is not None and is_found and (not form.losses or trial.usual.is_like(form.losses[0])):
         return form
     of_domain = None if form or call is None else _of_covariance(trial, blame, call)
     if of_domain is not None:
@@ -380,12 +382,11 @@ def of_maths(
     before = [*filter(None, [call]), *(maker.call for maker in makers)]
     if form is None and (shifted := _of_shift(trial, before)) is not None:
         return shifted
+    near = {row_name(each.call.function): each.call for each in reversed(makers)}
+    edits = OF_POINTS | (OF_OUTPUTS if is_overflow else {})
+    of_near = (of_edit(trial, near[name], *edits[name]) for name in reversed(near) if name in edits)
     of_exponents = _of_exponents(trial, call, makers) if is_overflow else ()
-    found = {row_name(each.function): each for each in reversed(before)}  # the nearest ones
-    of_points = (
-        of_edit(trial, found[name], OF_POINTS[name]) for name in found if name in OF_POINTS
-    )
-    cures = chain(of_exponents, of_points, _of_calls(trial, blame, call, makers))
+    cures = chain(of_near, of_exponents, _of_calls(trial, blame, call, makers))
     cure = _best(trial, blame, makers, cures)
     if form is None:
         return cure
@@ -488,8 +489,8 @@ def _best(
     try:
         for cure in filter(None, cures):
             found.append((flaw_of(cure, trial.usual), cure))
-            num_finite = sum(flaw is not Flaw.NOT_FINITE for flaw, _ in found)
-            if found[-1][0] is Flaw.NONE or num_finite == MOST_FINITE:
+            finite = {cure.text for flaw, cure in found if flaw is not Flaw.NOT_FINITE}
+            if found[-1][0] is Flaw.NONE or len(finite) == MOST_FINITE:
                 break
     except OutOfTime:
         if not found:
@@ -569,14 +570,14 @@ IN_LOGS = (
     "of a / b, and exp at the end; or make the exponent smaller, by a larger temperature"
 )
 LOOK = "check why what it reads is out of its range, where that is made"
-MOST_MAKERS = 3  # the largest number of calls before the bad one whose results are clamped in turn
+MOST_MAKERS = 6  # the largest number of calls before the bad one whose results are clamped in turn
 MOST_OF_RESULT = 4  # the largest number of edits of one of these results that are tried
 
 
 def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:
     """Yield edits of the results of calls that the bad call and others read, or that rectify."""
-    for number, maker in enumerate(makers[: 4 * MOST_MAKERS]):
-        is_near = maker.is_shared and number < 2 * MOST_MAKERS
+    for number, maker in enumerate(makers[: 2 * MOST_MAKERS]):
+        is_near = maker.is_shared and number < MOST_MAKERS
         if is_near or row_name(maker.function) in RECTIFIERS:
             for edit in edits_of_source(call.function, maker.function):
                 is_item = maker.is_part and row_name(maker.call.function) in SPLITS
@@ -713,9 +714,9 @@ def _of_edits(
         yield _of_placed(best, is_finite=False)
 
 
-def of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
-    """Return one edit as the cure if the step is finite with it."""
-    edits: Edits = ((call, edit),)
+def of_edit(trial: CureTrial, call: UserCall, *all_edits: Edit) -> Cure | None:
+    """Return edits of one call as the cure if the step is finite with them."""
+    edits: Edits = tuple((call, edit) for edit in all_edits)
     tried = trial.edited(edits, trial.scale)
     return None if tried.blame is not None else _of_finite(trial, tried.calls, edits)
 

@@ -120,12 +120,33 @@ def _limited(low: str | None, high: str | None) -> Expression:
     return expression
 
 
-def _left_out(value: Any, eps: float) -> str | None:
-    """Divide by inf where some of the data are 0, which leaves these terms out of a sum."""
-    if not isinstance(value, Tensor) or value.requires_grad or not value.is_floating_point():
+def _data_in(value: Any) -> Tensor | None:
+    """Return data, or what is computed of points, whose gradient is taken as in a PDE, or None."""
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
         return None
-    is_some = 0 < int((value == 0).sum()) < value.numel()
+    leaves = autograd.leaves_of([value]) if value.requires_grad else []
+    return None if any(isinstance(leaf, nn.Parameter) for leaf in leaves) else value.detach()
+
+
+def _left_out(value: Any, eps: float) -> str | None:
+    """Divide by inf where data are 0, or few points are near others, which leaves out terms."""
+    if (sizes := _data_in(value)) is None:
+        return None
+    if value.requires_grad and sizes.numel() and bool((sizes > 0).all()):
+        limit = float(f"{float(sizes.float().median()) / 100:.0e}")  # its 12th power may overflow
+        if 0 < int((sizes < limit).sum()) <= sizes.numel() / 4:
+            return f'{{0}}.masked_fill({{0}} < {limit:g}, float("inf"))'
+    is_some = 0 < int((sizes == 0).sum()) < sizes.numel()
     return '{0}.masked_fill({0} == 0, float("inf"))' if is_some else None
+
+
+def _far_apart(value: Any, eps: float) -> str | None:
+    """Move points that are at the same place far apart, where their distance has a slope."""
+    if (points := _data_in(value)) is None or points.dim() < 2 or not value.requires_grad:
+        return None
+    same = (points == 0).all(-1)
+    is_some = 0 < int(same.sum()) < same.numel()
+    return "{0}.masked_fill(({0} == 0).all(-1, keepdim=True), 1e4)" if is_some else None
 
 
 def _are_probabilities(new: Any, old: Any) -> bool:
@@ -133,33 +154,6 @@ def _are_probabilities(new: Any, old: Any) -> bool:
     both = [v for v in (new, old) if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
     is_ratio = len(both) == 2 and new.shape == old.shape and new.requires_grad > old.requires_grad
     return is_ratio and all(bool(((v >= 0) & (v <= 1)).all()) for v in both)
-
-
-def _of_points(value: Any) -> Tensor | None:
-    """Return values that are computed of points whose gradient is taken, as in a PDE, else None."""
-    if not (isinstance(value, Tensor) and value.requires_grad):
-        return None
-    is_trained = any(isinstance(leaf, nn.Parameter) for leaf in autograd.leaves_of([value]))
-    return None if is_trained else value.detach()
-
-
-def _left_out_of_points(value: Any, eps: float) -> str | None:
-    """Leave out terms at points where the divisor is 0, or a few that are near others."""
-    if (sizes := _of_points(value)) is None:
-        return None
-    limit = float(f"{float(sizes.median()) / 100:.0e}")  # its twelfth power may overflow
-    if bool((sizes > 0).all()) and 0 < int((sizes < limit).sum()) <= sizes.numel() / 4:
-        return f'{{0}}.masked_fill({{0}} < {limit:g}, float("inf"))'
-    return _left_out(sizes, eps)
-
-
-def _far_apart(value: Any, eps: float) -> str | None:
-    """Move points that are at the same place far apart, where their distance has a slope."""
-    if (points := _of_points(value)) is None or points.dim() < 2:
-        return None
-    same = (points == 0).all(-1)
-    is_some = 0 < int(same.sum()) < same.numel()
-    return "{0}.masked_fill(({0} == 0).all(-1, keepdim=True), 1e4)" if is_some else None
 
 
 def _beside_zero(value: Any, eps: float) -> str | None:
@@ -170,11 +164,10 @@ def _beside_zero(value: Any, eps: float) -> str | None:
     return f"{{0}}.masked_fill({{0}}.abs() < {eps:g}, {eps:g})"
 
 
-def _are_counts(value: Tensor) -> bool:
+def _are_counts(value: Any) -> bool:
     """Return whether the values are whole numbers of things, so that a small one would be none."""
-    values = value.detach()
-    is_known = not value.requires_grad and value.numel() > 1
-    return is_known and bool((values == values.round()).all()) and float(values.amax()) >= 2
+    is_known = isinstance(value, Tensor) and not value.requires_grad and value.numel() > 1
+    return is_known and bool((value == value.round()).all()) and float(value.amax()) >= 2
 
 
 def _bound(bound: str | None, eps: float) -> str | None:
@@ -209,11 +202,6 @@ def _smoothed(value: Any, eps: float) -> str | None:
 def _of_weights(text: str) -> Expression:
     """Edit what is computed of weights; data would become other data."""
     return lambda value, eps: text if isinstance(value, Tensor) and value.requires_grad else None
-
-
-def _log1p(value: Any, eps: float) -> str | None:
-    """Take the logarithm of counts, of which some are 0, plus 1."""
-    return "torch.log1p({})" if isinstance(value, Tensor) and _are_counts(value) else None
 
 
 def _above_pole(value: Any, eps: float) -> str | None:
@@ -275,11 +263,6 @@ def _is(text: str) -> Expression:
     return lambda value, eps: text
 
 
-def _regular(value: Any, eps: float) -> str | None:
-    """Add to the diagonal of a matrix."""
-    return _plus_diagonal(value, f"{eps:g} * torch.eye({{n}}{{where}})")
-
-
 def _distinct(value: Any, eps: float) -> str | None:
     """Add different numbers to the diagonal of a matrix to separate equal eigenvalues."""
     spread = f"torch.linspace({eps:g}, {1e3 * eps:g}, {{n}}{{where}})"
@@ -315,19 +298,16 @@ def _standardised(value: Any, eps: float) -> str | None:
 # --- the table ------------------------------------------------------------------------------------
 
 _LEAST = (Edit((0,), _limited("eps", None)), Edit((0,), _limited("eps", None), 1e3))
+_OF_COUNTS = Edit((OPERAND,), lambda v, _: "torch.log1p({})" if _are_counts(v) else None)
 _LARGER = (Edit((0,), _raised), Edit((0,), _raised, 1e2))
 _DIVISORS = [
     Edit((1,), expression, factor)
     for factor in (1, 1e3)
     for expression in (_limited("eps", None), _raised)
 ]
-_AT_POINTS, _APART = Edit((1,), _left_out_of_points), Edit((0,), _far_apart)
-OF_POINTS = {
-    **dict.fromkeys(DIVISIONS[:3], _AT_POINTS),
-    **dict.fromkeys(DIVISIONS[3:], _AT_POINTS._replace(slots=(0,))),
-    **dict.fromkeys(("norm", "vector_norm"), _APART),
-}
-"""Edits of calls on the way to a result of points."""
+OF_POINTS = {name: (Edit((int(name in DIVISIONS[:3]),), _left_out),) for name in DIVISIONS}
+OF_POINTS |= dict.fromkeys(("norm", "vector_norm"), (Edit((0,), _far_apart),))
+"""Edits of calls on the way from data, or points whose gradient is taken, to a result."""
 _SCORES = tuple(Edit((0,), _limited(f"-{_FAR}", high)) for high in (None, _FAR))
 _EPS = tuple(Edit(("eps",), lambda _, eps: f"{eps:g}", factor) for factor in (1, 1e2))
 _FINITE = tuple(
@@ -336,7 +316,10 @@ _FINITE = tuple(
     for slots in ((0,), (1,), (0, 1))
 )
 _EMPTY = (Edit((CALL,), _zero_for_nan),)
-_REGULAR = tuple(Edit((0,), _regular, factor) for factor in (1, 1e3, 1e5))
+_REGULAR = tuple(
+    Edit((0,), lambda v, eps: _plus_diagonal(v, f"{eps:g} * torch.eye({{n}}{{where}})"), factor)
+    for factor in (1, 1e3, 1e5)
+)
 _DISTINCT = tuple(Edit((0,), _distinct, factor) for factor in (1, 1e2))
 _EXPONENT = (
     *(Edit((0,), _exponent(share)) for share in (0.9, 0.25)),
@@ -345,14 +328,14 @@ _EXPONENT = (
 _INSIDE = (Edit((0,), _limited("-edge", "edge")), Edit((0,), _limited("-edge", "edge"), 1e2))
 
 _TABLE: dict[str, tuple[Edit, ...]] = {
-    "log": (Edit((OPERAND,), _log1p), *_LEAST),
+    "log": (_OF_COUNTS, *_LEAST),
     "log2 log10 lgamma digamma mvlgamma entr": _LEAST,
     "polygamma xlogy xlog1py": (Edit((1,), _limited("eps", None)), *_LEAST),
     "log1p": (*(Edit((0,), _above_pole, factor) for factor in (1, 1e2)), Edit((0,), _smoothed)),
     "div true_divide divide": (
         *(Edit((RATIO,), lambda _, eps: f"{{}} + {eps:g}", 0.1), Edit((1,), _left_out)),
         Edit((1,), _beside_zero, 1e3),
-        *(*_DIVISORS, _AT_POINTS, *_FINITE),
+        *(*_DIVISORS, *_FINITE),
     ),
     "rdiv rtruediv reciprocal": (Edit((0,), _left_out), *_LEAST, *_LARGER),
     "sqrt rsqrt": (*(Edit((0,), _raised_if_exact, factor) for factor in (1, 1e2)), *_LEAST),
@@ -420,6 +403,9 @@ def _normed(value: Any, eps: float) -> str | None:
     return "F.layer_norm({0}, {0}.shape[-1:])" if is_matrix else None
 
 
+_COSINE = [Edit((at,), _of_weights(f"F.normalize({{}}, dim={d})")) for at, d in ((0, -1), (1, -2))]
+OF_OUTPUTS = dict.fromkeys(("matmul", "mm"), tuple(_COSINE))
+"""The edits of a product of two outputs, as of a contrastive loss."""
 NORM = Edit((0,), _normed)  # a norm of what a call reads, if that grows from call to call
 
 

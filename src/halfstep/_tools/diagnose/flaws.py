@@ -13,8 +13,9 @@ class Flaw(IntEnum):
 
     NONE = 0
     DOUBT = 1  # it may be one
-    NO_CURE = 2  # it is finite, and no more
-    NOT_FINITE = 3
+    REWARDED = 2  # the loss falls below 0, as no loss of the run, while values are clamped
+    NO_CURE = 3  # it is finite, and no more
+    NOT_FINITE = 4
 
 
 MOST = 0.5  # the share of values above which an edit computes something else
@@ -46,5 +47,7 @@ def flaw_of(cure: Cure, usual: Usual) -> Flaw:
     is_running_off = is_rising and (has_doubled or not is_back)
     if is_most or is_far or is_still or is_running_off:
         return Flaw.NO_CURE
+    if last and losses[-1] < 0 <= losses[0] and usual.loss == usual.size:
+        return Flaw.REWARDED
     is_doubtful = is_standing or is_rising or not is_usual or (last and cure.losses)
     return Flaw.DOUBT if is_doubtful else Flaw.NONE

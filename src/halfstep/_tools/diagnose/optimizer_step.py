@@ -30,7 +30,6 @@ from halfstep._tools.diagnose.diagnosis import (
     source_of,
 )
 from halfstep._tools.diagnose.inspect_op import inspect
-from halfstep._tools.diagnose.several_steps import UNKNOWN, Usual
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
 from halfstep._tools.measure import bytes_of, is_finite
@@ -140,10 +139,7 @@ class _StepTracker(BlameTracker):
 
 
 def fault_of_step(
-    replayer: Replayer,
-    scale: float | None,
-    put: Callable[[float], None] | None = None,
-    usual: Usual = UNKNOWN,
+    replayer: Replayer, scale: float | None, put: Callable[[float], None] | None = None
 ) -> Diagnosis | None:
     """Carry out the steps of optimizers in a replay; return the diagnosis of a bad one.
 
@@ -165,7 +161,7 @@ def fault_of_step(
         put(1.0)
         bad = _in_both(bad, inspect(replayer, blame, scale).bad)
         put(0.0)
-    trial = CureTrial(replayer, found.run, usual)
+    trial = CureTrial(replayer, found.run)
     with suppress(OutOfTime):
         if any(note.startswith("eps is 0") for note in event.notes):
             cure = _of_setting(trial, optimizer, "eps", USUAL_EPS)
@@ -212,7 +208,7 @@ def _of_setting(
 
     if trial.blame(changed()) is not None:
         return None
-    text = f"{type(optimizer).__name__}(..., {key}={value!r})"
+    text = f'for group in optimizer.param_groups: group["{key}"] = {value!r}'
     return trial.judged(Cure("code", text, is_finite=True, remarks=remarks), changed)
 
 
@@ -292,7 +288,6 @@ def diagnosis_of_taken_step(
     seconds: float,
     arguments: Callable[[Closure], tuple[tuple[Any, ...], dict[str, Any]]],
     loss: Callable[[], object] | None = None,
-    usual: Usual = UNKNOWN,
 ) -> Diagnosis:
     """Take a step again that has made weights bad; name its op and its cure if it goes bad again.
 
@@ -339,7 +334,7 @@ def diagnosis_of_taken_step(
     replayer.limit, found = seconds, None
     try:
         with _zero_where_bad(optimizer) as put:
-            found = fault_of_step(replayer, None, put, usual)
+            found = fault_of_step(replayer, None, put)
     except Exception as error:  # raised by the user's optimizer
         replayer.notes.append(NOT_AGAIN.format(short_error(error)))
     if found is None:

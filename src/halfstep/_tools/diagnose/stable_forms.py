@@ -303,7 +303,7 @@ class _Derivation:
         filled: ast.expr = _WithLogs(of_name, of_log).visit(ast.parse(rule, mode="eval").body)
         for call in ast.walk(filled):
             if isinstance(call, ast.Call):
-                call.keywords = [each for each in call.keywords if not _is_default(each.value)]
+                call.keywords = [k for k in call.keywords if getattr(k.value, "value", True)]
         return filled
 
     def operand(self, given: _Argument) -> ast.expr:
@@ -507,10 +507,6 @@ def _is_indefinite(matrix: Tensor) -> bool:
     difference, size = (matrix - matrix.mT).abs().amax(), matrix.abs().amax()
     is_symmetric = bool(difference <= 1e-4 * size)
     return is_symmetric and bool((torch.linalg.slogdet(matrix).sign.real < 0).any())
-
-
-def _is_default(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not node.value
 
 
 def _has_text(value: Any) -> bool:

@@ -212,9 +212,9 @@ class UserCalls(TorchFunctionMode):
         result = value_with(text, value, names_here())
         is_eps = row_name(running.name) in DIVISIONS and slot in edit.slots and slot != CALL
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
-            if "masked_fill" in text or "clamp_min" in text:
-                parameter = parameter_in(value)
-                self.held_parameter = "" if parameter is None else variable_of(parameter)
+            is_held = "masked_fill" in text or "clamp_min" in text
+            if is_held and (parameter := parameter_in(value)) is not None:
+                self.held_parameter = variable_of(parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -265,7 +264,8 @@ class BlameTracker(OpObserver):
         if not causes:
             if self.first is not None and bad_number(call) is not None:
                 return self.first  # number was read from a bad tensor, as by item()
-            return replace(own, is_meant=_is_fill_with_inf(call))
+            numbers = (v for v in (*call.args, *call.kwargs.values()) if isinstance(v, float))
+            return replace(own, is_meant=call.name in _FILLS and any(map(math.isinf, numbers)))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
         is_sum = any(cause.op in _SUMS and cause.number != OUTSIDE for cause in causes)
         is_masked = call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF
@@ -339,11 +339,6 @@ def _sent_by(call: OpCall) -> list[Tensor]:
         return []
     given = by_name(call.func, call.args, call.kwargs)
     return list(tensors_in([value for name, value in given.items() if "output" not in name]))
-
-
-def _is_fill_with_inf(call: OpCall) -> bool:
-    values: list[Any] = [*call.args, *call.kwargs.values()]
-    return call.name in _FILLS and any(isinstance(v, float) and math.isinf(v) for v in values)
 
 
 def bad_number(call: OpCall) -> float | None:

@@ -22,7 +22,7 @@ from torch import Tensor, is_autocast_enabled, nn
 from halfstep._autocast import Region, Settings, autocast
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
-from halfstep._common.nested import map_plain, tensors_in, tensors_reached
+from halfstep._common.nested import items_of, map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._scaler import GradScaler, Static
 from halfstep._tools.measure import bytes_of
@@ -393,9 +393,8 @@ def call_again(
                 by_run = scaler  # `halfstep run --amp` scales inside backward
             made[call] = _again(call, made, by_run)
     finally:
-        for each in chain.from_iterable(call.given for call in calls):
-            for holder, _, before in each.places:
-                restore_container(holder, before)
+        for holder, _, before in chain(*(given.places for call in calls for given in call.given)):
+            restore_container(holder, before)
     if root is None:
         return made[calls[-1]]
     value = made[root.call][root.position]
@@ -480,21 +479,6 @@ def _value(placeholder: Any, made: dict[KeptCall, list[Tensor]]) -> Any:
             set_part(whole, name, made[part.call][part.position])
         return whole
     return placeholder
-
-
-def items_of(holder: Any) -> dict[Any, Any]:
-    """Return the items of a list, or of what has keys or attributes; a list's are by their end."""
-    if isinstance(holder, list):
-        return dict(enumerate(holder, -len(holder)))
-    return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-
-
-def parts_of(whole: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are items or attributes of an object, with their names."""
-    items = whole if isinstance(whole, dict) else getattr(whole, "__dict__", {})
-    for name, part in list(items.items()):
-        if isinstance(part, Tensor) and isinstance(name, str):
-            yield name, part
 
 
 def set_part(whole: Any, name: str, part: Tensor) -> None:

@@ -163,17 +163,13 @@ class UndoLog:
         for saved in self._saved.values():
             yield saved.restore
         for leaf, grad in self._grads.values():
-            yield partial(_restore_grad, leaf, grad)
+            if leaf.grad is not grad:
+                yield partial(setattr, leaf, "grad", grad)
         for _, put_back in reversed(self._held.values()):
             yield put_back
         for generator, state in self._generators.values():
             yield partial(generator.set_state, state)
         yield self._random.restore
-
-
-def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
-    if leaf.grad is not grad:
-        leaf.grad = grad
 
 
 class _Saved:

@@ -27,8 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep._autocast import current_settings
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated, without_wrappers
-from halfstep._common.nested import map_plain, tensors_in, tensors_reached
+from halfstep._common.nested import items_of, map_plain, parts_of, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, compiler, modes, storages
+from halfstep._pytorch.distributed import has_ranks
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.measure import bytes_of, is_finite, is_mask
 from halfstep._tools.replay.blame import names_in
@@ -40,20 +41,19 @@ from halfstep._tools.replay.kept_calls import (
     Made,
     devices_of_autocast,
     is_model,
-    items_of,
     name_of,
     needed_for,
-    parts_of,
     set_part,
     why_not_again,
 )
 from halfstep._tools.user_code import Place, is_users, only_stacks, user_place, whole_model
-from halfstep._tools.watch.bad_steps import have_finite_values
+from halfstep._tools.watch.bad_steps import are_finite, have_finite_values
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
 MOST_MODELS = 256
 """The largest number of model calls with gradients that are kept since the last step."""
+MOST_KEEPERS = 8  # the largest number of such calls that are repeated for what they keep
 MOST_EVALUATED = 16  # the largest number of model calls without gradients that a replay can repeat
 MOST_CHECKED = 256  # the largest number of values that are checked when a loop ends with an error
 MOST_COPIED = 2**28
@@ -114,7 +114,7 @@ class CallLog:
         self._old: list[weakref.ref[KeptCall]] = []
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
-        self._last_of: dict[nn.Module, KeptCall] = {}  # of each module, in this step
+        self._last: deque[KeptCall] = deque(maxlen=MOST_KEEPERS)  # of modules, in this step
         self._before = self._first = self._num_copied = self._num_held = 0
         # The last call in this step in which the loop wrote to a tensor, without the tensor, and
         # where it ever wrote inf or NaN.
@@ -144,7 +144,7 @@ class CallLog:
                 self._keep_bad()
         self._turn()
         self._last_writes, self._num_copied, self._num_held = ByMemory(), 0, 0
-        for each in (self._evaluated, self._models, self._last_of):
+        for each in (self._evaluated, self._models, self._last):
             each.clear()
         self._writes = ByMemory()
 
@@ -211,9 +211,8 @@ class CallLog:
             self._wholes[module] = weakref.ref(whole_model(module))
         if call.has_grad or module.training:
             call.random = RandomStates(accelerators())
-        if len(self._last_of) > MOST_MODELS:
-            self._last_of.clear()
-        call.is_training, self._last_of[module] = module.training, call
+        call.is_training = module.training
+        self._last.append(call)
         call.forward = vars(replicated(module)).get("forward")
         call.buffers = self._buffers.of(module)
         if not is_model(module):
@@ -281,25 +280,22 @@ class CallLog:
         return Inside(rest, made)
 
     def with_keepers(self, calls: list[KeptCall]) -> list[KeptCall]:
-        """Add the last call of each module, if ``calls`` read what a module or its hook has kept.
-
-        They find it in the replay where the call of the module puts it again.
-        """
+        """Add the calls of modules that put again what ``calls`` read and a hook has kept."""
         given = [each for call in calls for each in call.given]
-        given = [each for each in given if each.whole or not is_finite(each.value())]
+        given = [each for each in given if each.whole or not are_finite([each.value()])]
         kept = [tensor for each in given if (tensor := each.original()) is not None]
         places: dict[int, list[tuple[Any, Any, Any]]] = {id(tensor): [] for tensor in kept}
         with unseen():
-            for whole in gc.get_referrers(*kept) if kept and self._last_of else ():
-                holder = whole if isinstance(whole, list) else items_of(whole)
+            for whole in gc.get_referrers(*kept) if kept and self._last else ():
+                holder = whole if type(whole) is list else items_of(whole)
                 if whole is kept or (type(holder) is dict and "__builtins__" in holder):
                     continue  # what a script itself holds is data
                 for key, item in items_of(holder).items():
                     if id(item) in places:
                         places[id(item)].append((holder, key, holder.copy()))
-        more = needed_for([*calls, *self._last_of.values()])
-        if not any(places.values()) or why_not_again(more) is not None:
-            return calls
+        more = needed_for([*calls, *self._last])
+        if not any(places.values()) or has_ranks() or why_not_again(more) is not None:
+            return calls  # or several ranks would wait for each other
         for each in given:
             each.places = places.get(id(each.original()), ())
         return more
@@ -546,14 +542,10 @@ def unseen() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if _is_of_a_signal(error):
+            codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+            handlers = map(signal.getsignal, signal.valid_signals())  # as one for a time limit
+            if any(getattr(each, "__code__", None) in codes for each in handlers):
                 raise
-
-
-def _is_of_a_signal(error: Exception) -> bool:
-    """Return whether a signal handler raised an error, such as one for a time limit."""
-    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _number_of(tensor: Tensor) -> int:

@@ -553,11 +553,11 @@ class Watch:
                     event = replace(event, notes=(*event.notes, why))
                 elif is_same:
                     calls = needed_for(ends)
-                    again = step_of(calls, None, None) if why_not_again(calls) is None else None
-                    usual = self._growth.usual(step, ends[-1].at and ends[-1].at.line)
+                    can_repeat = why_not_replayed(calls, model) is None
+                    again = step_of(calls, None, None) if can_repeat else None
                     given = optimizer, taken.numbers, event, model, self._seconds, taken.arguments
                     explained = self._growth.explain(event, step)
-                    event = explained or diagnosis_of_taken_step(*given, again, usual)
+                    event = explained or diagnosis_of_taken_step(*given, again)
                 self._report(event, step)
         return True
 

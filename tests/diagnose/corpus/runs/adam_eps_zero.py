@@ -3,7 +3,7 @@
 # says: Adam.* of emb\.weight NaN.*gradients were finite
 # says: eps is 0
 # says: exp_avg_sq is 0
-# cure: eps=
+# cure: group\["eps"\] = 1e-08$
 # step: 1
 import torch
 from torch import nn

@@ -2,7 +2,7 @@
 # expect: optimizer
 # says: AdamW.* of emb\.weight NaN.*gradients were finite
 # says: eps is 0
-# cure: eps=
+# cure: group\["eps"\] = 1e-08$
 # step: 1
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 # kind: 1
 # expect: optimizer sqrt_
-# cure: RMSprop\(\.\.\., centered=False\)
+# cure: group\["centered"\] = False
 # says: which rounding took below 0
 import torch
 from torch import nn

@@ -3,7 +3,7 @@
 # expect: optimizer
 # says: gradients were finite
 # says: eps is 0
-# cure: eps=
+# cure: group\["eps"\] = 1e-08$
 import torch
 from torch import nn
 
