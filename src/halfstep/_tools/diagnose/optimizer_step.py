@@ -63,7 +63,7 @@ def event_of(
     """Return the diagnosis of weights that are bad after a step of finite gradients, or None.
 
     Weights with names in ``known`` were bad before. ``written`` returns what is to be said of the
-    line that wrote to a state since the step before. Sync: one for each weight.
+    line that wrote to a weight or state since the step before. Sync: one for each weight.
     """
     found = [
         (group, weight, name)
@@ -81,10 +81,11 @@ def event_of(
     count, num_nan = int(bad.sum()), int(values.isnan().sum())
     what = "NaN" if num_nan == count else "inf or NaN" if num_nan else "inf"
     more = f" (and {things(len(found) - 1, 'more tensor')})" if found[1:] else ""
-    said = (
-        f"{type(optimizer).__name__} made {count:,} of {values.numel():,} entries of {name} "
-        f"{what}{more}; its gradients were finite"
-    )
+    entries, lines = f"{count:,} of {values.numel():,} entries of {name}", written(weight)
+    said = f"{type(optimizer).__name__} made {entries} {what}{more}"
+    if lines:  # who knows whether the optimizer or the loop did
+        said = f"{entries} were {what}{more} after a step of {type(optimizer).__name__}"
+    said += "; its gradients were finite"
     own = getattr(optimizer, "state", {}).get(weight, {})
     state = {
         key: distributed.local_part(value)
@@ -106,6 +107,7 @@ def event_of(
     if lost and not numbers and not has_eps:
         causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
     texts = [STEP_IN_FLOAT32] if is_rounded else [IN_FLOAT32.format(key) for key in lost[-1:]]
+    texts = texts or lines
     if lost and numbers:  # a decay that is rounded to 1 keeps a state at 0, too
         dtype = own[numbers[0]].dtype
         limit = 1 - torch.finfo(dtype).eps / 4
