@@ -139,9 +139,6 @@ class ScriptState:
         if self.has_unscaled and not self.has_scaled:
             yield "no loss is scaled"
             return
-        if not self.has_backward and not self.optimizers:
-            yield "no backward pass and no optimizer step were seen"
-            return
         if self.has_scaled:
             yield "the loss is scaled"
         else:
