@@ -1,6 +1,6 @@
 """Temporary replacements of functions: wrappers of optimizer steps and of top-level calls.
 
-Top-level calls are those of models and loss functions that are made outside of any module.
+Top-level calls are those of models that are made outside of any module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from halfstep._pytorch import compiler, optim
@@ -111,14 +110,7 @@ def watch_steps(
 
 
 class TopLevelCalls:
-    """Handlers for modules and loss functions that are not called :meth:`inside` of others."""
-
-    # The loss functions of torch.nn.functional, which PyTorch's loss modules call. Without
-    # binary_cross_entropy: autocast rejects it in float16, and in float32 it needs no help.
-    losses: tuple[str, ...] = (
-        *(n for n in dir(functional) if n.endswith("_loss") and not n.startswith("_")),
-        *("binary_cross_entropy_with_logits", "cross_entropy", "kl_div"),
-    )
+    """A handler for modules that are not called :meth:`inside` of others."""
 
     def __init__(self) -> None:
         self._inside = ThreadFlag()
@@ -132,10 +124,6 @@ class TopLevelCalls:
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Handle the call of a module outside of others: ``original(module, *args, **kwargs)``."""
-        raise NotImplementedError
-
-    def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handle the call of a PyTorch loss function outside of modules."""
         raise NotImplementedError
 
     @property
@@ -161,17 +149,3 @@ class TopLevelCalls:
             return self.call_module(original, module, args, kwargs)
 
         patches.put(nn.Module, "__call__", call)
-        for name in self.losses:
-            function = getattr(functional, name)
-            compiler.script_instead(
-                patches.wrap(functional, name, self._around_loss(name)), function
-            )
-
-    def _around_loss(self, name: str) -> Callable[..., Any]:
-        @not_compiled
-        def loss(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside.is_on or not self.is_on:
-                return original(*args, **kwargs)
-            return self.call_loss(name, original, args, kwargs)
-
-        return loss

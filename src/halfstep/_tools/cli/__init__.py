@@ -1,8 +1,8 @@
 """The ``halfstep`` command.
 
-Each subcommand is a module of this package, listed in ``_build_parser``. It has ``HELP``,
-``DESCRIPTION``, ``EPILOG``, ``add_arguments(parser)``, and ``run(arguments)``, which returns the
-exit code and imports on demand. ``--help`` and the commands that read a record load no PyTorch.
+Each subcommand is a module of this package, listed in ``_build_parser``, with a section in
+``help.toml``. It has ``add_arguments(parser)``, and ``run(arguments)``, which returns the exit code
+and imports on demand. ``--help`` and the commands that read a record load no PyTorch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import argparse
 import os
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from halfstep import __version__
@@ -134,14 +136,11 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    texts = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
     for command in (run, report, check, doctor):
-        own = subcommands.add_parser(
-            command.__name__.rpartition(".")[2],
-            help=command.HELP,
-            description=textwrap.fill(command.DESCRIPTION, 79),
-            epilog=command.EPILOG,
-            formatter_class=_Help,
-        )
+        name = command.__name__.rpartition(".")[2]
+        texts[name]["description"] = textwrap.fill(texts[name]["description"], 79)
+        own = subcommands.add_parser(name, formatter_class=_Help, **texts[name])
         own.set_defaults(run=command.run, parser=own)
         command.add_arguments(own)
     own = subcommands.add_parser("help", help="show this, or the help of a command")

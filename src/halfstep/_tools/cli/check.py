@@ -15,20 +15,6 @@ from halfstep._tools.cli.report import RUN_HELP, runs_at
 if TYPE_CHECKING:
     from halfstep._tools.record.run import Run
 
-HELP = "exit with 1 if the report of a recorded run has a bad finding, for CI"
-DESCRIPTION = (
-    "Checks a recorded run, and the processes that it started, for CI: prints the bad sentences of "
-    "its report. A record that nobody writes on, without an end, is bad; of a process, a warning."
-)
-EPILOG = """\
-Exit code: 0 and one line if no sentence is bad; 1 and a line for each bad one;
-2 if there is no record to read.
-
-examples:
-  halfstep check runs/a
-  halfstep check                    the newest record under runs/
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)

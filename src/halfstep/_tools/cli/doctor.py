@@ -16,26 +16,6 @@ if TYPE_CHECKING:
     from halfstep._tools.doctor.finding import Checkup
     from halfstep._tools.doctor.hardware import MachineReport
 
-HELP = "find mistakes in a script, and the best precision for this machine"
-DESCRIPTION = (
-    "Finds mistakes in mixed precision in scripts, by reading and not running them. Also measures "
-    "which dtypes are fast on this machine, in a second or two."
-)
-EPILOG = """\
-To ignore a finding, put a comment in its line, with the name in brackets:
-  # halfstep: allow update-missing
-
-Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
-file cannot be read; the others are read all the same.
-
-examples:
-  halfstep doctor train.py                 a script and the machine
-  halfstep doctor                          only the machine
-  halfstep doctor --no-machine src/*.py    only scripts, for CI
-  halfstep doctor --json train.py          everything as JSON
-  halfstep doctor --explain update-missing
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")

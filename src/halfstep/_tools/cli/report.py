@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from halfstep._tools.record.run import Run
 
 RUN_HELP = f"folder of the record (default: the newest with a step under {RUNS}/)"
-HELP = "explain a recorded run, in sentences and on one page"
-DESCRIPTION = (
-    "Prints the findings about a recorded run as sentences, and writes one HTML page, which needs "
-    "no network. The run may still be going on."
-)
-EPILOG = """\
-examples:
-  halfstep report runs/a            print the findings, write runs/a/report.html
-  halfstep report                   the same for the newest record under runs/
-  halfstep report --open            and open the page in a browser
-  halfstep report runs/a --json     all numbers as JSON
-  halfstep report runs/a --against runs/b
-                                    compare two runs in runs/a/comparison.html
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

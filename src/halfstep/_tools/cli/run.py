@@ -25,30 +25,6 @@ if TYPE_CHECKING:
     from halfstep import Policy
     from halfstep._tools.run.session import Session
 
-HELP = "run a training script, unmodified, and record each step"
-DESCRIPTION = (
-    "Runs a training script, unmodified, and records each step in a folder: the loss, the "
-    "gradients, and which steps were skipped. PyTorch's autocast and GradScaler are replaced by "
-    "halfstep's."
-)
-EPILOG = """\
-Options go before the script. Everything after it belongs to the script.
-
-examples:
-  halfstep run train.py --lr 3e-4      like python train.py --lr 3e-4
-  halfstep run -m mypackage.train      like python -m mypackage.train
-  halfstep run --diagnose train.py     find the op that made a loss NaN
-  halfstep run --amp bf16 train.py     mixed precision in a script without it
-  halfstep run --masters --guard=1.0 train.py
-                                       a model in bfloat16 that loses no updates
-  halfstep run --policy "standard; softmax:lower" train.py
-  torchrun --nproc-per-node 8 -m halfstep run train.py
-  halfstep run torchrun --nproc-per-node 8 train.py
-  halfstep run accelerate launch train.py
-
-Then read the record with: halfstep report DIR.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

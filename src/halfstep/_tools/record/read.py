@@ -71,6 +71,7 @@ class _LeftOut(NamedTuple):
     line: int
     why: str
     step: int
+    is_whole: bool  # else it is cut
 
 
 @dataclass
@@ -87,8 +88,7 @@ class RankRecord:
     starts: list[int] = field(default_factory=list)
     end: End | None = None
     _events: dict[type[Struct], list[Any]] = field(default_factory=dict)
-    _cut: list[_LeftOut] = field(default_factory=list)
-    _damaged: list[_LeftOut] = field(default_factory=list)
+    _left_out: list[_LeftOut] = field(default_factory=list)
     _steps_before: int = 0
     _last_step: int = 0
     _begun: datetime | None = None
@@ -114,10 +114,8 @@ class RankRecord:
     @property
     def left_out(self) -> list[Note]:
         """One note on all lines that are cut, and one on all that are damaged."""
-        return [
-            *self._told(self._cut, "cut", "skipped"),
-            *self._told(self._damaged, "damaged", "left out"),
-        ]
+        cut_first = sorted(self._left_out, key=lambda line: line.is_whole)
+        return [*map(self._told, grouped(cut_first, lambda line: line.is_whole).values())]
 
     def require_begun(self) -> None:
         """Raise ``RecordError`` for a file in which no segment begins."""
@@ -143,22 +141,20 @@ class RankRecord:
 
     def _leave_out(self, number: int, line: bytes, why: str) -> None:
         is_whole = line.rstrip().endswith(b"}")
-        left_out = _LeftOut(number, why[:LONGEST_REASON], self._last_step)
-        (self._damaged if is_whole else self._cut).append(left_out)
+        self._left_out.append(_LeftOut(number, why[:LONGEST_REASON], self._last_step, is_whole))
         beginning = _line_head(line)
         if beginning is not None and beginning.event == "run":  # of a new segment
             self._begin_segment(number, beginning, Header())
 
-    def _told(self, lines: Sequence[_LeftOut], what: str, done: str) -> Iterator[Note]:
-        if not lines:
-            return
-        name, why = self.path.name, lines[0].why
+    def _told(self, lines: Sequence[_LeftOut]) -> Note:
+        name, first, why = self.path.name, lines[0], lines[0].why
+        what, done = ("damaged", "left out") if first.is_whole else ("cut", "skipped")
         if len(lines) == 1:
-            text = f"line {lines[0].line} of {name} is {what} and was {done}"
+            text = f"line {first.line} of {name} is {what} and was {done}"
         else:
             which, why = step_list(line.line for line in lines), f"the first: {why}"
             text = f"{count(len(lines))} lines of {name} are {what} and were {done}: {which}"
-        yield Note(lines[0].step, f"{text} ({why})" if lines is self._damaged else text)
+        return Note(first.step, f"{text} ({why})" if first.is_whole else text)
 
     def _begin_segment(self, line: int, beginning: _LineHead, header: Header) -> None:
         require_schema(self.path, beginning.schema, beginning.halfstep)
@@ -196,7 +192,7 @@ class RankRecord:
             case End():
                 self.end = event
                 num, total = self._last_step - self._steps_before, event.steps or 0
-                if total > num and not (self._cut or self._damaged):
+                if total > num and not self._left_out:
                     text = f"{count(num)} of {count(total)} steps are in {self.path.name}"
                     self.of(Note).append(Note(0, f"{text}: the others {NOT_WRITTEN}"))
             case Culprits() | BadBuffers():
@@ -364,9 +360,7 @@ def _first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
         for rank in ranks
         if rank.end is not None and rank.end.error is not None
     ]
-    if not found:
-        return None, None
-    _, number, error = min(found)
+    _, number, error = min(found, default=(0.0, None, None))
     return error, number
 
 

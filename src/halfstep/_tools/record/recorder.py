@@ -134,9 +134,7 @@ class Recorder:
         self._scaled: list[Tensor] = []  # in the order of scaling
         self._places: dict[int, int] = {}  # there of losses, by the numbers of their nodes
         self._weighed: set[int] = set()  # the places of those that a pass has multiplied
-        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_old = False
         self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration

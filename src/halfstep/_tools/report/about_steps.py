@@ -184,12 +184,7 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     keep: tuple[str | Code, ...] = ()
     if call is not None:
         keep = ": keep that module in float32, ", call, ", unless its inputs had inf already"
-    outputs = summary.of_kind("output")
-    later = outputs[outputs.index(overflowed) + 1 :]
-    # What these would do with finite inputs is not known: a replay finds it.
-    are_bad = any(x.inf or x.nan for x in later)
-    more = " Later modules had inf or NaN too, and may overflow next." if are_bad else ""
-    return (" The outputs of ", Code(overflowed.name), " had inf", *keep, f".{more}")
+    return (" The outputs of ", Code(overflowed.name), " had inf", *keep, ".")
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:

@@ -17,29 +17,24 @@ from halfstep._tools.report.about_steps import (
     literal,
     on_ranks,
     severity_of_skips,
-    were,
 )
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
 
 HARMFUL, SEVERE = 0.05, 0.5
 """Limits of warnings and of problems, for shares of underflow and of lost updates."""
 LITTLE_HEADROOM = 1.0  # the headroom, in bits, below which an output is close to overflow
-FEW_SAMPLES = 3
 
 
 def about_samples(summary: Summary) -> Iterator[Sentence]:
-    """Yield a sentence if few tensors or none were sampled."""
-    num, num_steps = len(summary.sampled), summary.steps.num
-    every = "--every" if summary.facts.header.run_as else "every"
-    if not summary.layers and num_steps:
-        how, cure = "name the model, ", "halfstep.record(path, model=model)"
-        if summary.facts.header.every == 0:
-            how, cure = "sample some steps, ", f"{every}=10"
-        none = f"No tensors were sampled, so nothing is known about the layers: {how}"
-        yield say("notice", none, Code(cure), ".")
-    elif 0 < num < FEW_SAMPLES <= num_steps:
-        few = f"Only {things(num, 'step')} of {count(num_steps)} {were(num)} sampled; for more, "
-        yield say("notice", f"{few}record with a smaller ", Code(every), ".")
+    """Yield a sentence if no tensors were sampled."""
+    if summary.layers or not summary.steps.num:
+        return
+    how, cure = "name the model, ", "halfstep.record(path, model=model)"
+    if summary.facts.header.every == 0:
+        option = "--every=10" if summary.facts.header.run_as else "every=10"
+        how, cure = "sample some steps, ", option
+    none = f"No tensors were sampled, so nothing is known about the layers: {how}"
+    yield say("notice", none, Code(cure), ".")
 
 
 def about_underflow(summary: Summary) -> Iterator[Sentence]:

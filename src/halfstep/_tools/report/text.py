@@ -200,21 +200,19 @@ def summary_row(summary: Summary) -> tuple[str, ...]:
 
 def comparison_text(comparison: RunComparison) -> str:
     """Return the differences between runs for a terminal."""
-    verdict = f"{comparison.verdict.severity}: {comparison.verdict.text}"
-    return "\n\n".join((verdict, *_comparison(comparison)))
-
-
-def _comparison(comparison: RunComparison) -> Iterator[str]:
-    names = [one_line(each) for each in comparison.names]
+    names, verdict = [one_line(each) for each in comparison.names], comparison.verdict
     first, *others = (one_line(run.path) for run in comparison.runs)
-    yield f"{first} against {listed(others)}"
     is_pair = len(names) == 2
     head = ("", *names, *(["difference"] if is_pair else []))
     entries = ((e.name, *e.texts, *[e.difference] * is_pair) for e in comparison.entries)
-    yield _table(head, entries)
-    if comparison.versions:
-        rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
-        yield _table(("what differs", *names), rows)
+    rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
+    parts = [
+        f"{verdict.severity}: {verdict.text}",
+        f"{first} against {listed(others)}",
+        _table(head, entries),
+        _table(("what differs", *names), rows) if comparison.versions else "",
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

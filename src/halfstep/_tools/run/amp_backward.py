@@ -334,9 +334,7 @@ class FreshGradients:
 
     def __init__(self) -> None:
         # An optimizer made before the block is unknown until it steps.
-        self._unscaled: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, list[UnscaledGradients]
-        ] = weakref.WeakKeyDictionary()
+        self._unscaled = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[UnscaledGradients]]()
         # Those that were dropped before a step used them.
         self._left_out: list[tuple[torch.optim.Optimizer, UnscaledGradients]] = []
 

@@ -7,11 +7,12 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from halfstep._autocast import Policy, autocast
 from halfstep._common.formats import dtype_name
@@ -20,7 +21,7 @@ from halfstep._common.numbers import count, listed, things
 from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
-from halfstep._tools.patches import TopLevelCalls, not_compiled
+from halfstep._tools.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._tools.record.run import HIDDEN, OWN_PRECISION, seen_in
 from halfstep._tools.replay.replay import is_replaying
 from halfstep.events import has_own_policies
@@ -138,9 +139,6 @@ class ScriptState:
         if self.has_unscaled and not self.has_scaled:
             yield "no loss is scaled"
             return
-        if not self.has_backward and not self.optimizers:
-            yield "no backward pass and no optimizer step were seen"
-            return
         if self.has_scaled:
             yield "the loss is scaled"
         else:
@@ -180,9 +178,16 @@ class ScriptState:
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
+# The loss functions of torch.nn.functional, which PyTorch's loss modules call. Without
+# binary_cross_entropy: autocast rejects it in float16, and in float32 it needs no help.
+_LOSSES = (
+    *(n for n in dir(functional) if n.endswith("_loss") and not n.startswith("_")),
+    *("binary_cross_entropy_with_logits", "cross_entropy", "kl_div"),
+)
+
 
 class Forward(TopLevelCalls):
-    """Patches that run top-level calls under autocast.
+    """Patches that run top-level calls of modules and of loss functions under autocast.
 
     Module rules of the policy apply to the first module that runs.
     """
@@ -199,6 +204,13 @@ class Forward(TopLevelCalls):
     def is_on(self) -> bool:
         return self._script.is_on
 
+    def install(self, patches: Patches) -> None:
+        super().install(patches)
+        for name in _LOSSES:
+            function = getattr(functional, name)
+            wrapper = patches.wrap(functional, name, partial(self._call_loss, name))
+            compiler.script_instead(wrapper, function)
+
     @not_compiled
     def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -211,8 +223,12 @@ class Forward(TopLevelCalls):
         return in_float32(output, self._dtype)
 
     @not_compiled
-    def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_loss(
+        self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a loss function under autocast if an argument is in the lower precision."""
+        if torch.compiler.is_compiling() or self.is_inside or not self.is_on:
+            return original(*args, **kwargs)
         with self._context_of_loss(name, [*args, *kwargs.values()]), self.inside():
             return original(*args, **kwargs)
 

@@ -72,7 +72,7 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
 class _Watching(TopLevelCalls):
     """The buffers of all modules that are trained, for the scalers and guards of a script."""
 
-    losses, is_on = (), True
+    is_on = True
 
     def __init__(self) -> None:
         super().__init__()

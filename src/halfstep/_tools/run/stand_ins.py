@@ -42,8 +42,6 @@ _TorchAutocast = autocast_mode.autocast
 class PolicyUse(TopLevelCalls):
     """A policy, whose rules for modules go to the first model that has modules of these names."""
 
-    losses = ()
-
     def __init__(self, policy: Policy, *, is_guarding: bool = False) -> None:
         super().__init__()
         self.policy = policy

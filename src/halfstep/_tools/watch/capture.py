@@ -103,8 +103,6 @@ class _CallsOfFunctions(modes.FunctionMode):
 class Capture(TopLevelCalls):
     """Capture of the calls of a training loop."""
 
-    losses = ()  # a function mode sees them
-
     def __init__(
         self,
         is_here: Callable[[], bool],
