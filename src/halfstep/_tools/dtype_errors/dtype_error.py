@@ -33,6 +33,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     function_of,
     is_about_dtypes,
     is_about_integers,
+    is_about_one,
     member_of,
     origin_of,
     wanted_by,
@@ -42,10 +43,6 @@ from halfstep._tools.line import LineEdit
 from halfstep._tools.source import Source
 from halfstep._tools.user_code import FUNCTIONS, is_same_view
 
-_ABOUT_ONE = re.compile(
-    "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
-    "|Expected both inputs|unsupported ScalarType|without overflow|only supported for"
-)
 _RESULTS = (ast.Call, ast.BinOp, ast.Subscript, ast.Compare, ast.UnaryOp)
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
@@ -139,20 +136,19 @@ def _explained(error: BaseException) -> DtypeError | None:
                 stack.enter_context(context.context)
         # The innermost call that names tensors: a check of PyTorch may raise, in Python.
         inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
-        integers, wanted = is_about_integers(error), wanted_by(error)
-        is_about_one = wanted is not None or _ABOUT_ONE.search(str(error)) is not None
+        integers, one, wanted = is_about_integers(error), is_about_one(error), wanted_by(error)
         named = [[*call.tensors(with_integers=integers)] for call in inner]
         found = failing = next(filter(None, named), [])
         if in_backward and _is_one_dtype(found):
             made = rest.differentiated(calls, user)
             found = [*made.tensors()] if made is not None else []
-        elif _is_one_dtype(found) and not is_about_one:  # another call may show more of them
+        elif _is_one_dtype(found) and not one:  # another call may show more of them
             found = next((each for each in named if not _is_one_dtype(each)), failing)
         own = next((call for call in reversed(users) if not call.is_of_package), user)
         names = (users, own) if made is None else ([made], made)
         operands = tuple(_operand(each, calls, *names, integers) for each in found)
-        hidden = None if is_about_one or in_backward else _hidden_dtype(found, str(error))
-        if not found or (_is_one_dtype(found) and not is_about_one and hidden is None):
+        hidden = None if one or in_backward else _hidden_dtype(found, str(error))
+        if not found or (_is_one_dtype(found) and not one and hidden is None):
             return None
         function = _function_of(calls)
         notes = tuple(_why_not_cast(contexts, operands[0].tensor.device.type, function))
