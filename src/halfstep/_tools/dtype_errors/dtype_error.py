@@ -48,19 +48,6 @@ _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
 @dataclass(frozen=True)
-class GivenTensor:
-    """A tensor of the failing call."""
-
-    name: str  # in the code of the user, or else where the call was made
-    tensor: Tensor
-    origin: str  # empty if it is not known
-
-    def __str__(self) -> str:
-        dtype, shape = dtype_name(self.tensor.dtype), list(self.tensor.shape)
-        return f"{self.name}: {dtype} {shape}" + (f", {self.origin}" if self.origin else "")
-
-
-@dataclass(frozen=True)
 class TriedEdits:
     """Edits of the user's code with which the failing call runs."""
 
@@ -79,7 +66,7 @@ class DtypeError:
 
     where: str
     text: str
-    operands: tuple[GivenTensor, ...]
+    operands: tuple[Named, ...]  # by their names in the code of the user, or else in the call
     notes: tuple[str, ...]  # why autocast did not cast
     cures: tuple[TriedEdits, ...]
     inside: tuple[str, ...] = ()  # line of a package that fails, called there, and its text
@@ -93,7 +80,6 @@ class DtypeError:
         return "\n".join([*lines, *self.notes, *map(str, self.cures)])
 
 
-_Operand = Named | GivenTensor
 _NOTE = "halfstep: the tensors that the error is about"
 
 
@@ -197,7 +183,7 @@ def _told(call: Call) -> tuple[str, str]:
 
 def _operand(
     named: Named, calls: list[Call], users: list[Call], line: Call, with_integers: bool
-) -> GivenTensor:
+) -> Named:
     """Name an operand as the user's or a package's line does, else as a member of a module."""
     given = [(t, of) for of in (line, users[-1]) for t in of.tensors(with_integers=with_integers)]
     same = [(each, of) for each, of in given if _is_it(each, named.tensor)]
@@ -209,10 +195,10 @@ def _operand(
         member, kind = member_of(each.tensor, calls)
         if member:
             origin = f"a {kind}, {member}" if own else f"a {kind}"
-            return GivenTensor(own.name if own else member, known.tensor, origin)
+            return known._replace(name=own.name if own else member, origin=origin)
     of_line = [c for c in users if line.is_of_package or not c.is_of_package]
     origins = (origin_of(each, of_line) for each in within)
-    return GivenTensor(known.name, known.tensor, next(filter(None, origins), ""))
+    return known._replace(origin=next(filter(None, origins), ""))
 
 
 def _is_it(known: Named, tensor: Tensor) -> bool:
@@ -275,7 +261,7 @@ def _why_not_cast(
         yield f"autocast is off here: {here[-1].text} is not for {device}"
 
 
-def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
+def _what_fits(line: Call, operand: Named) -> Iterator[str]:
     """Yield, for each number of a line that the dtype of an operand cannot hold, one that fits."""
     info = torch.finfo(operand.tensor.dtype)
     for node in ast.iter_child_nodes(line.node or ast.Module([], [])):
@@ -303,7 +289,7 @@ class _Failing(NamedTuple):
     in_call: Edits = {}  # noqa: RUF012  (never written to)
     in_line: Edits = {}  # noqa: RUF012
 
-    def with_casts(self, wrong: Sequence[_Operand], text: str) -> _Failing:
+    def with_casts(self, wrong: Sequence[Named], text: str) -> _Failing:
         """Return the call with casts of operands, too."""
         edits = tried = casts_of([each.name for each in wrong], self.line, text)
         if self.call is not self.line:
@@ -319,7 +305,7 @@ class _Failing(NamedTuple):
 
 
 def _cures_of_one(
-    failing: _Failing, operands: Sequence[_Operand], wanted: torch.dtype
+    failing: _Failing, operands: Sequence[Named], wanted: torch.dtype
 ) -> Iterator[Edits]:
     """Yield a cast of one operand, labels without their column, or another order of arguments.
 
@@ -356,7 +342,7 @@ def _cures_of_one(
 
 
 def _cures(
-    failing: _Failing, operands: Sequence[_Operand], of_one: torch.dtype | None
+    failing: _Failing, operands: Sequence[Named], of_one: torch.dtype | None
 ) -> Iterator[Edits]:
     """Yield changes of a line with which a failing call runs; its error wants ``of_one``."""
     if of_one and (found := [*_cures_of_one(failing, operands, of_one)]):

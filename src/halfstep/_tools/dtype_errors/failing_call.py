@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from halfstep._autocast import Region, Settings
 from halfstep._autocast.access import settings_of
+from halfstep._common.formats import dtype_name
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 from halfstep._tools.user_code import (
@@ -82,11 +83,16 @@ def is_about_integers(error: BaseException) -> bool:
 
 
 class Named(NamedTuple):
-    """A tensor with its name, and the expression that has it as its value, if there is one."""
+    """A tensor with its name, the expression that has it as its value, and what assigned it."""
 
     name: str
     tensor: Tensor
     node: ast.AST | None = None
+    origin: str = ""  # empty if it is not known
+
+    def __str__(self) -> str:
+        dtype, shape = dtype_name(self.tensor.dtype), list(self.tensor.shape)
+        return f"{self.name}: {dtype} {shape}" + (f", {self.origin}" if self.origin else "")
 
 
 @dataclass(frozen=True, eq=False)
