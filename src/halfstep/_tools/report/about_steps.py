@@ -106,7 +106,7 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
     elif skipped:
         yield say(
             "bad",
-            f"{things(skipped, 'step')} {were(skipped)} skipped because the loss was inf or NaN "
+            f"{things(skipped, 'step')} {_were(skipped)} skipped because the loss was inf or NaN "
             "before it was scaled.",
             cure=cure,
             evidence="skips",
@@ -235,7 +235,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         )
 
 
-def were(num: int) -> str:
+def _were(num: int) -> str:
     """Return ``was`` or ``were``, depending on the number."""
     return "was" if num == 1 else "were"
 
@@ -269,7 +269,7 @@ def kinds_of_skips(steps: StepCounts) -> str:
 def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     num, later = steps.num_skipped_later, steps.later
     what = (
-        f"{count(num)} of {things(steps.num, 'step')} {were(num)} skipped "
+        f"{count(num)} of {things(steps.num, 'step')} {_were(num)} skipped "
         f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
     )
     if steps.longest_in_a_row > 2:
