@@ -76,6 +76,8 @@ def test_one_rank_has_the_last_word(quiet, rank, lines, seen, monkeypatch, capsy
 class FakeWatch:
     """Finds something in each of its steps, of which there are two."""
 
+    misses_threads, stop = False, lambda self, error: None
+
     def __init__(self, tell, seconds, number):
         self.found, self.notes, self._tell, self._number = [], [], tell, number
 
@@ -83,9 +85,6 @@ class FakeWatch:
         for is_counted in (False, True):
             self.found.append(records.found())
             self._tell(self.found[-1], self._number(is_counted))
-
-    def stop(self, error):
-        pass
 
     def __exit__(self, *exception):
         self.notes.append("step 3 was not replayed: no model was called in it")

@@ -28,12 +28,7 @@ from halfstep._tools.cli.exits import (
 from halfstep.errors import RecordError
 
 _WITHOUT_PYTORCH = ("report", "check", "help")
-_INSTEAD = {
-    "tune": "tune is a function: print(halfstep.tune(model, batches, loss_fn).policy)",
-    "policy": "a policy is a value: print(halfstep.preset('standard').by_action()), and "
-    "print(halfstep.preset('standard').rule('exp.default', 'cuda', torch.float16))",
-}
-"""What to do instead of commands that one could expect."""
+_HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,8 +104,8 @@ class _Parser(argparse.ArgumentParser):
         known: Any = action.choices
         if known is not None and value not in known:
             near = did_you_mean(str(value), known)
-            if value in _INSTEAD:
-                near = f"; {_INSTEAD[value]}"
+            if value in _HELP["instead"]:
+                near = f"; {_HELP['instead'][value]}"
             elif action.dest == "command" and f"--{value}" in options_of(known["run"]):
                 near = f"; did you mean 'halfstep run --{value}'?"
             choices = ", ".join(map(str, known))
@@ -136,11 +131,10 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    texts = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
     for command in (run, report, check, doctor):
         name = command.__name__.rpartition(".")[2]
-        texts[name]["description"] = textwrap.fill(texts[name]["description"], 79)
-        own = subcommands.add_parser(name, formatter_class=_Help, **texts[name])
+        texts = _HELP[name] | {"description": textwrap.fill(_HELP[name]["description"], 79)}
+        own = subcommands.add_parser(name, formatter_class=_Help, **texts)
         own.set_defaults(run=command.run, parser=own)
         command.add_arguments(own)
     own = subcommands.add_parser("help", help="show this, or the help of a command")

@@ -120,8 +120,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         return None
     target, *rest = words
     os.environ.pop("HALFSTEP_RUN", None)  # of the run that has started this one
-    is_adding = arguments.masters or arguments.guard is not None
-    if is_adding and arguments.amp == "fp16":
+    if (arguments.masters or arguments.guard is not None) and arguments.amp == "fp16":
         raise CommandError(
             "--amp fp16 skips bad steps by its own scaler, and is for models in float32: leave "
             "--guard and --masters out, or use --amp bf16"
@@ -169,7 +168,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         amp=amp,
         diagnose_seconds=arguments.diagnose,
         has_children=arguments.children,
-        additions=additions if is_adding else None,
+        additions=additions,
         run_as=(*launcher, "halfstep", "run", *_without_folder(arguments), *words),
     )
     try:

@@ -33,6 +33,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     function_of,
     is_about_dtypes,
     is_about_integers,
+    is_about_one,
     member_of,
     origin_of,
     wanted_by,
@@ -42,25 +43,8 @@ from halfstep._tools.line import LineEdit
 from halfstep._tools.source import Source
 from halfstep._tools.user_code import FUNCTIONS, is_same_view
 
-_ABOUT_ONE = re.compile(
-    "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
-    "|Expected both inputs|unsupported ScalarType|without overflow|only supported for"
-)
 _RESULTS = (ast.Call, ast.BinOp, ast.Subscript, ast.Compare, ast.UnaryOp)
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
-
-
-@dataclass(frozen=True)
-class GivenTensor:
-    """A tensor of the failing call."""
-
-    name: str  # in the code of the user, or else where the call was made
-    tensor: Tensor
-    origin: str  # empty if it is not known
-
-    def __str__(self) -> str:
-        dtype, shape = dtype_name(self.tensor.dtype), list(self.tensor.shape)
-        return f"{self.name}: {dtype} {shape}" + (f", {self.origin}" if self.origin else "")
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ class DtypeError:
 
     where: str
     text: str
-    operands: tuple[GivenTensor, ...]
+    operands: tuple[Named, ...]  # by their names in the code of the user, or else in the call
     notes: tuple[str, ...]  # why autocast did not cast
     cures: tuple[TriedEdits, ...]
     inside: tuple[str, ...] = ()  # line of a package that fails, called there, and its text
@@ -96,7 +80,6 @@ class DtypeError:
         return "\n".join([*lines, *self.notes, *map(str, self.cures)])
 
 
-_Operand = Named | GivenTensor
 _NOTE = "halfstep: the tensors that the error is about"
 
 
@@ -139,20 +122,19 @@ def _explained(error: BaseException) -> DtypeError | None:
                 stack.enter_context(context.context)
         # The innermost call that names tensors: a check of PyTorch may raise, in Python.
         inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
-        integers, wanted = is_about_integers(error), wanted_by(error)
-        is_about_one = wanted is not None or _ABOUT_ONE.search(str(error)) is not None
+        integers, one, wanted = is_about_integers(error), is_about_one(error), wanted_by(error)
         named = [[*call.tensors(with_integers=integers)] for call in inner]
         found = failing = next(filter(None, named), [])
         if in_backward and _is_one_dtype(found):
             made = rest.differentiated(calls, user)
             found = [*made.tensors()] if made is not None else []
-        elif _is_one_dtype(found) and not is_about_one:  # another call may show more of them
+        elif _is_one_dtype(found) and not one:  # another call may show more of them
             found = next((each for each in named if not _is_one_dtype(each)), failing)
         own = next((call for call in reversed(users) if not call.is_of_package), user)
         names = (users, own) if made is None else ([made], made)
         operands = tuple(_operand(each, calls, *names, integers) for each in found)
-        hidden = None if is_about_one or in_backward else _hidden_dtype(found, str(error))
-        if not found or (_is_one_dtype(found) and not is_about_one and hidden is None):
+        hidden = None if one or in_backward else _hidden_dtype(found, str(error))
+        if not found or (_is_one_dtype(found) and not one and hidden is None):
             return None
         function = _function_of(calls)
         notes = tuple(_why_not_cast(contexts, operands[0].tensor.device.type, function))
@@ -201,7 +183,7 @@ def _told(call: Call) -> tuple[str, str]:
 
 def _operand(
     named: Named, calls: list[Call], users: list[Call], line: Call, with_integers: bool
-) -> GivenTensor:
+) -> Named:
     """Name an operand as the user's or a package's line does, else as a member of a module."""
     given = [(t, of) for of in (line, users[-1]) for t in of.tensors(with_integers=with_integers)]
     same = [(each, of) for each, of in given if _is_it(each, named.tensor)]
@@ -213,10 +195,10 @@ def _operand(
         member, kind = member_of(each.tensor, calls)
         if member:
             origin = f"a {kind}, {member}" if own else f"a {kind}"
-            return GivenTensor(own.name if own else member, known.tensor, origin)
+            return known._replace(name=own.name if own else member, origin=origin)
     of_line = [c for c in users if line.is_of_package or not c.is_of_package]
     origins = (origin_of(each, of_line) for each in within)
-    return GivenTensor(known.name, known.tensor, next(filter(None, origins), ""))
+    return known._replace(origin=next(filter(None, origins), ""))
 
 
 def _is_it(known: Named, tensor: Tensor) -> bool:
@@ -279,7 +261,7 @@ def _why_not_cast(
         yield f"autocast is off here: {here[-1].text} is not for {device}"
 
 
-def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
+def _what_fits(line: Call, operand: Named) -> Iterator[str]:
     """Yield, for each number of a line that the dtype of an operand cannot hold, one that fits."""
     info = torch.finfo(operand.tensor.dtype)
     for node in ast.iter_child_nodes(line.node or ast.Module([], [])):
@@ -307,7 +289,7 @@ class _Failing(NamedTuple):
     in_call: Edits = {}  # noqa: RUF012  (never written to)
     in_line: Edits = {}  # noqa: RUF012
 
-    def with_casts(self, wrong: Sequence[_Operand], text: str) -> _Failing:
+    def with_casts(self, wrong: Sequence[Named], text: str) -> _Failing:
         """Return the call with casts of operands, too."""
         edits = tried = casts_of([each.name for each in wrong], self.line, text)
         if self.call is not self.line:
@@ -323,7 +305,7 @@ class _Failing(NamedTuple):
 
 
 def _cures_of_one(
-    failing: _Failing, operands: Sequence[_Operand], wanted: torch.dtype
+    failing: _Failing, operands: Sequence[Named], wanted: torch.dtype
 ) -> Iterator[Edits]:
     """Yield a cast of one operand, labels without their column, or another order of arguments.
 
@@ -360,7 +342,7 @@ def _cures_of_one(
 
 
 def _cures(
-    failing: _Failing, operands: Sequence[_Operand], of_one: torch.dtype | None
+    failing: _Failing, operands: Sequence[Named], of_one: torch.dtype | None
 ) -> Iterator[Edits]:
     """Yield changes of a line with which a failing call runs; its error wants ``of_one``."""
     if of_one and (found := [*_cures_of_one(failing, operands, of_one)]):

@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 import threading
+import tomllib
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from concurrent.futures import thread as pool
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from halfstep._autocast import Region, Settings
 from halfstep._autocast.access import settings_of
+from halfstep._common.formats import dtype_name
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 from halfstep._tools.user_code import (
@@ -44,35 +47,12 @@ from halfstep._tools.user_code import (
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.withitem, *_LOOPS)
 CONTEXTS = (torch_autocast, Region, torch.no_grad, torch.enable_grad, nullcontext)
-ABOUT_DTYPES = re.compile(
-    r"\bsame (dtypes?|scalar type|type|datatype)\b|should be the same"
-    r"|expected scalar type|expect.*\bdtype|Found dtype .* expected|to have scalar type"
-    r"|[Dd]types (match|must be the same)"
-    r"|self.dtype to be equal to|Type promoting not supported"
-    r"|does not match (weight|mat2|input|b) dtype|parameter types mismatch|different dtypes"
-    r"|not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
-    r"|Unsupported dtype (Half|BFloat16)|must be either float or double dtype"
-    r"|Expected both inputs to be|unsupported ScalarType BFloat16"
-    r"|only supported for half, float and double"
-    r"|to type c10::(Half|BFloat16) without overflow"
-    r"|assign a gradient with dtype|can't be cast to the desired output type"
-    r"|could not create a primitive descriptor",  # of oneDNN, for a state in another dtype
-    re.IGNORECASE,
-)
-ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte|Bool)\b|equal to src\.dtype")
-WANTED = {
-    torch.int64: re.compile(
-        r"to be Long or Byte|type Long but found [BCIS]|multi-target|types: Long, Int|as indices"
-        r"|dtype int32|a long tensor|should be Long|type LongTensor|(bincount|interleave)\w*\" not"
-    ),
-    torch.bool: re.compile(r"boolean (masks|tensor)|BoolTensor|bitwise_\w+\" not|and Boolean-type"),
-    torch.float32: re.compile(
-        r"bool tensors? is not|two bool tensors|not implemented for '(Long|Int|Short|Byte|Bool)'"
-        r"|Found dtype (Long|Int|Short|Byte|Bool)"
-        r"|[Ff]loating[- ]point|Integral inputs|output type (Long|Int|Short|Byte)"
-    ),
+_MESSAGES = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
+_DTYPES = re.compile("|".join(_MESSAGES["dtypes"]), re.IGNORECASE)
+_INTEGERS, _ONE = (re.compile("|".join(_MESSAGES[about])) for about in ("integers", "one"))
+_WANTED = {
+    getattr(torch, name): re.compile("|".join(said)) for name, said in _MESSAGES["wanted"].items()
 }
-"""What a message says of the dtype of one operand: labels or an index, a mask, other values."""
 ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 _BUILTINS: tuple[Any, ...] = (len, range, enumerate, zip, reversed, sorted, sum, min, max, all, any)
 _BUILTINS += (abs, divmod, pow, round, bool, int, float, str, tuple, list, dict, isinstance, type)
@@ -84,25 +64,35 @@ _PURE += ("torch.sparse", "torch.distributions")
 
 def is_about_dtypes(error: BaseException) -> bool:
     """Return whether an error of PyTorch is about dtypes."""
-    is_said = ABOUT_DTYPES.search(str(error)) or wanted_by(error)
+    is_said = _DTYPES.search(str(error)) or wanted_by(error)
     return isinstance(error, ERRORS) and is_said is not None
 
 
 def wanted_by(error: BaseException) -> torch.dtype | None:
     """Return the dtype that an error wants of one operand, if it does."""
-    return next((dtype for dtype, said in WANTED.items() if said.search(str(error))), None)
+    return next((dtype for dtype, said in _WANTED.items() if said.search(str(error))), None)
+
+
+def is_about_one(error: BaseException) -> bool:
+    """Return whether an error is about one operand, whatever the others are."""
+    return wanted_by(error) is not None or _ONE.search(str(error)) is not None
 
 
 def is_about_integers(error: BaseException) -> bool:
-    return wanted_by(error) is not None or ABOUT_INTEGERS.search(str(error)) is not None
+    return wanted_by(error) is not None or _INTEGERS.search(str(error)) is not None
 
 
 class Named(NamedTuple):
-    """A tensor with its name, and the expression that has it as its value, if there is one."""
+    """A tensor with its name, the expression that has it as its value, and what assigned it."""
 
     name: str
     tensor: Tensor
     node: ast.AST | None = None
+    origin: str = ""  # empty if it is not known
+
+    def __str__(self) -> str:
+        dtype, shape = dtype_name(self.tensor.dtype), list(self.tensor.shape)
+        return f"{self.name}: {dtype} {shape}" + (f", {self.origin}" if self.origin else "")
 
 
 @dataclass(frozen=True, eq=False)

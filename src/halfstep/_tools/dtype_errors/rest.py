@@ -577,7 +577,7 @@ def _completed(
     more: int = 3,
 ) -> Edits | None:
     """Return a cure with casts at the lines that fail after it, if a few are enough."""
-    dtypes = dtypes | {t.dtype for _, t, _ in failure.named if t.is_floating_point()}
+    dtypes = dtypes | {x.tensor.dtype for x in failure.named if x.tensor.is_floating_point()}
     dtypes = dtypes if failure.wanted is None else {failure.wanted}
     by_use = sorted(dtypes, key=lambda dtype: (cast_to(dtype) not in edits.values(), str(dtype)))
     for casts in _casts(failure, by_use):

@@ -117,15 +117,6 @@ class RankRecord:
         cut_first = sorted(self._left_out, key=lambda line: line.is_whole)
         return [*map(self._told, grouped(cut_first, lambda line: line.is_whole).values())]
 
-    def require_begun(self) -> None:
-        """Raise ``RecordError`` for a file in which no segment begins."""
-        if not self.starts:
-            found = "; ".join(note.text for note in self.left_out)
-            raise RecordError(
-                f"{self.path}: none of its lines begins a record; is it a file of another program?"
-                f"{found and f' ({found})'}"
-            )
-
     def _event_of(self, line: bytes) -> Struct | None:
         """Return the event of a line, None for one of a later version; ValueError if damaged."""
         try:
@@ -220,7 +211,12 @@ def read_rank(path: Path, number: int) -> RankRecord:
                     rank.take(place, line)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
-    rank.require_begun()
+    if not rank.starts:
+        found = "; ".join(note.text for note in rank.left_out)
+        raise RecordError(
+            f"{path}: none of its lines begins a record; is it a file of another program?"
+            f"{found and f' ({found})'}"
+        )
     return rank
 
 

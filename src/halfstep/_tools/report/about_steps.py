@@ -32,7 +32,7 @@ MANIFOLD = 10.0  # the factor from which on a loss has risen, whatever the train
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on how the run ended, unless it ended well, and on gaps in the record."""
-    facts = summary.facts
+    facts, ranks = summary.facts, on_ranks(summary.facts.without_end, summary.facts)
     last = f", the last at {seconds(facts.duration)}" if summary.steps.num else ""
     when = f"after {things(summary.steps.num, 'step')}{last}"
     if facts.error == "KeyboardInterrupt":
@@ -45,7 +45,6 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     elif facts.state == "running":
         yield say("notice", f"The run is still running {when}.", evidence="machine")
     elif facts.without_end:
-        ranks = on_ranks(facts.without_end, facts)
         is_process = PurePath(summary.path).name.startswith("process-")  # a pool ends its own
         yield say(
             "warning" if is_process else "bad",
@@ -55,7 +54,6 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
             evidence="machine",
         )
     if facts.without_end and facts.error is not None:
-        ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
             f"The record stops without an end{ranks}: the process was killed (out of memory, "
@@ -108,7 +106,7 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
     elif skipped:
         yield say(
             "bad",
-            f"{things(skipped, 'step')} {were(skipped)} skipped because the loss was inf or NaN "
+            f"{things(skipped, 'step')} {_were(skipped)} skipped because the loss was inf or NaN "
             "before it was scaled.",
             cure=cure,
             evidence="skips",
@@ -237,7 +235,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         )
 
 
-def were(num: int) -> str:
+def _were(num: int) -> str:
     """Return ``was`` or ``were``, depending on the number."""
     return "was" if num == 1 else "were"
 
@@ -271,7 +269,7 @@ def kinds_of_skips(steps: StepCounts) -> str:
 def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     num, later = steps.num_skipped_later, steps.later
     what = (
-        f"{count(num)} of {things(steps.num, 'step')} {were(num)} skipped "
+        f"{count(num)} of {things(steps.num, 'step')} {_were(num)} skipped "
         f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
     )
     if steps.longest_in_a_row > 2:

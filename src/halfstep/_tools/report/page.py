@@ -19,7 +19,7 @@ import halfstep
 from halfstep._common import numbers
 from halfstep._common.formats import FORMATS
 from halfstep._common.numbers import count, number, percent, power, seconds
-from halfstep._common.text import SEVERITIES, Severity
+from halfstep._common.text import SEVERITIES
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run
 from halfstep._tools.report.about_steps import when
@@ -48,14 +48,6 @@ _HIDDEN = re.compile(
 _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
 """A text with gaps, the format of the numbers in it, and their keys in a summary."""
 
-SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
-    "good": ("Good", "precision is fine"),
-    "notice": ("Note", "no problem found"),
-    "warning": ("Warning", "something to check"),
-    "bad": ("Problem", "something is wrong"),
-}
-"""By severity, the label of a sentence, and the verdict on a run in which it is the worst."""
-
 
 def render(summary: Summary, run: Run) -> str:
     """Return the page of a run, with numbers from the summary and drawings from the run."""
@@ -72,7 +64,6 @@ def render(summary: Summary, run: Run) -> str:
         summary=summary,
         sentences=said,
         severity=worst,
-        verdict=SEVERITY_WORDS[worst][1],
         script_name=PurePath(command[0]).name if command and command[0] else "Recorded run",
         command=shlex.join(command),
         places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
@@ -122,7 +113,6 @@ def _environment() -> Environment:
         script=_compact("page.js"),
         version=halfstep.__version__,
         n=numbers,
-        severity_words=SEVERITY_WORDS,
         kind_titles=KIND_TITLES,
         followed=FOLLOWED,
         island=_island,

@@ -25,7 +25,10 @@ from halfstep.errors import RecordError
 def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
     """Create a folder for a run and return it; all ranks get the same one without communication."""
     if machine.num_ranks(environ) > 1:
-        folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
+        launch = re.sub(r"[^\w.-]", "-", environ.get("TORCHELASTIC_RUN_ID", "none"))
+        if launch == "none":
+            launch = f"{environ.get('MASTER_PORT', 'ranks')}-{parent_pid}"
+        folder = RUNS / f"{stem}-{launch}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     folder = RUNS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -64,13 +67,6 @@ def _first_new(folders: Iterable[Path]) -> Path:
             folder.mkdir(parents=True)
             return folder
     raise AssertionError
-
-
-def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
-    given = environ.get("TORCHELASTIC_RUN_ID", "none")
-    if given != "none":
-        return re.sub(r"[^\w.-]", "-", given)
-    return f"{environ.get('MASTER_PORT', 'ranks')}-{parent_pid}"
 
 
 # --- execution of the script ----------------------------------------------------------------------

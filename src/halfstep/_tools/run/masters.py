@@ -53,6 +53,9 @@ class Additions:
     ranks: Literal["alone", "together"] | None = None
 
 
+NO_ADDITIONS = Additions()
+
+
 @contextmanager
 def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
     """Give each optimizer in the block master weights and a guard, as docs/run.md describes.

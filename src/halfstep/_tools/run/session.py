@@ -53,7 +53,7 @@ from halfstep._tools.run.launch import (
     lock_folder,
     make_folder,
 )
-from halfstep._tools.run.masters import Additions, added
+from halfstep._tools.run.masters import NO_ADDITIONS, Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
 from halfstep._tools.user_code import OURS
 from halfstep.errors import HalfstepWarning, RecordError
@@ -88,12 +88,8 @@ class Options:
     amp: torch.dtype | None
     diagnose_seconds: float | None = None  # None: replay no step
     has_children: bool = True  # whether the processes that the program starts are recorded too
-    additions: Additions | None = None
+    additions: Additions = NO_ADDITIONS
     run_as: tuple[str, ...] = ("halfstep", "run")  # the command, without the folder, for advice
-
-    @property
-    def is_guarding(self) -> bool:
-        return self.additions is not None and self.additions.is_guarding
 
 
 class RecordOfProcess(record):
@@ -238,8 +234,9 @@ class Session:
 
             seconds = self._options.diagnose_seconds
             self._watch = Watch(tell=self._tell, seconds=seconds, number=self._number)
+        additions = self._options.additions
         self._policy_use = self._stack.enter_context(
-            replaced(policy, is_guarding=self._options.is_guarding)
+            replaced(policy, is_guarding=additions.is_guarding)
         )
         if self._command is not None and self._options.has_children:
             self._stack.enter_context(reaching_children(self._options))
@@ -254,8 +251,8 @@ class Session:
                 is_explained=lambda: self._has_failed or bool(self._records_of_others()),
             )
             self._stack.enter_context(amp_context)
-        if self._options.additions is not None:
-            self._stack.enter_context(added(self._options.additions, self._say_and_note))
+        if additions != NO_ADDITIONS:
+            self._stack.enter_context(added(additions, self._say_and_note))
         if self._watch is not None:
             self._stack.enter_context(self._watch)
         self._stack.enter_context(noting_warnings(lambda text: self._record.add_note(text)))
@@ -331,8 +328,8 @@ class Session:
         guard, masters = (with_options(options.run_as, each) for each in ("--guard", "--masters"))
         return findings(
             self._record.seen,
-            guard="" if is_scaling or options.is_guarding else guard,
-            masters="" if is_scaling or (added and added.has_masters) else masters,
+            guard="" if is_scaling or added.is_guarding else guard,
+            masters="" if is_scaling or added.has_masters else masters,
             num_skipped=self._record.num_skipped,
         )
 
@@ -479,7 +476,7 @@ def _by_option(found: Diagnosis, options: Options, rules: dict[str, None]) -> Di
         rules |= dict.fromkeys(own.split("; "))
         policy = "; ".join((str(options.policy), *rules))
     words = [] if policy is None else [f"--policy={policy}"]
-    can_switch = options.additions is None and (before or options.amp)
+    can_switch = options.additions == NO_ADDITIONS and (before or options.amp)
     if cure.dtype not in (None, "float32") and can_switch:
         words.insert(0, f"--amp={FORMATS_BY_DTYPE[cure.dtype].name}")
     elif cure.kind != "policy" or not is_added:

@@ -59,8 +59,7 @@ class Measurer:
 
     def measure(self, islands: Islands) -> IslandTrial:
         """Compare the model with some islands to float32, for the search."""
-        comparisons = self.comparisons(islands)
-        rows = worst_of([comparison.rows for comparison in comparisons])
+        comparisons, rows = self.comparisons(islands), self.rows(islands)
         is_loss_good = all(comparison.is_loss_good for comparison in comparisons)
         num_failing = sum(not row.passed for row in rows) + (not is_loss_good)
         if not num_failing:
