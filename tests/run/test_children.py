@@ -41,7 +41,7 @@ def test_processes(method, halfstep_run, folder):
 
 
 def test_ranks(halfstep_run, folder):
-    alone = forked.python(CORPUS / "ranks.py", "fork", cwd=folder)
+    alone = forked.python(CORPUS / "ranks.py", "forkserver", cwd=folder)
     (folder / "store").unlink(missing_ok=True)
     # A spawned rank may abort at its end: a thread of gloo then frees a context of Python's, which
     # PyTorch 2.13 keeps for each all-reduce of a backward pass. These import the script anew, too.
