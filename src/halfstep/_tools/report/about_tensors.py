@@ -57,7 +57,8 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
     larger, cure = _better_scale(summary)
     is_limited = summary.is_lowered and not cure
     yield say(
-        _severity(worst.share_lost) if has_passed else "notice",
+        # It is a lower bound, and most often several times as much underflows.
+        _severity(max(worst.share_lost, HARMFUL)) if has_passed else "notice",
         *parts,
         f"{larger}.",
         cure=_island(summary, worst) if is_limited else cure,
