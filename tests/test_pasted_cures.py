@@ -124,7 +124,7 @@ def above_the_loop(before: Program, cure: str) -> Program:
 BF16 = 'halfstep.autocast("cpu", dtype=torch.bfloat16)'
 BATCH_NORM = "nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))"
 ONE_BAD_BATCH = "model(x * (torch.inf if n == 5 else 1)).float().square().mean()"
-LESS = "less = torch.logspace(0, -3, 8)"
+LESS = "less = torch.logspace(0, -3, 64)"
 OFF = 'halfstep.GradScaler("cpu", enabled=False)'
 ISLAND = "halfstep.autocast(..., policy="
 CASES = {
@@ -145,7 +145,8 @@ CASES = {
     ),
     "the scale is too small": Case(
         program(
-            before=f"{LESS}; x *= less; model[1].weight.data.copy_(less)",
+            model="nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))",
+            before=f"{LESS}; x *= less[::8]; model[1].weight.data.copy_(less)",
             loss="model(x).float().square().mean() * 1e-2",
         ),
         "% of the gradient entries of `",

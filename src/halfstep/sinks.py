@@ -2,9 +2,9 @@
 
 A sink is any object with ``log(step, scalars)``. The scalars of a step are ``loss``, ``scale``,
 ``norm`` and ``skipped`` (1.0 or 0.0), if known; a sampled step also has ``share_lost_updates``
-(over all weights), ``headroom`` (bits, the minimum over all tensors), ``underflow`` (fraction of
-entries, the maximum over all parameter gradients) and ``non_finite`` (number of tensors with NaN or
-inf).
+(over all weights), ``headroom`` (bits, the minimum over all tensors), ``underflow`` (known fraction
+of entries, the maximum over all parameter gradients) and ``non_finite`` (number of tensors with NaN
+or inf).
 
 >>> class Printer:
 ...     def log(self, step, scalars):

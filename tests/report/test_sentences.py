@@ -281,7 +281,8 @@ RUNS = {
         *(records.note(1, "by the way"), skip(50), skip(60), records.end(1.0, 1, "Boom")), end=False
     ),
     # Tensors.
-    "a little underflow": sampled(gradient(counted({0: 24_999}, zeros=1, flushed=1), "tail")),
+    "zeros of a sum of several passes": sampled(gradient(counted({-8: 2999}, zeros=1), "tail")),
+    "zeros of many causes": sampled(gradient(counted({0: 67}, zeros=33, flushed=0), "tail")),
     "five gradients of zeros": sampled(
         *(gradient(counted({}, zeros=10), each) for each in "abcde")
     ),
@@ -296,8 +297,8 @@ RUNS = {
         gradient(counted({16: 40}, zeros=60, flushed=60), "tail")
     ),
     "several gradients underflow": sampled(*(gradient(FLUSHED, each) for each in "abcdef")),
-    "the gradients of an output underflow": sampled(
-        ("output_gradient", "head", counted({-40: 5, 1: 5}), "float32")
+    "the gradients of an output would underflow": sampled(
+        ("output_gradient", "tail", counted({-40: 5, 1: 5}), "float32")
     ),
     "outputs close to overflow": run(
         sample(40, [output(counted({16: 1}))]),

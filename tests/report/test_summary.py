@@ -153,6 +153,7 @@ TENSORS = {
     "a window does not depend on the scale, 2^10": sampled({-10: 1, 13: 1}),
     "a scale that loses nothing is the best": sampled({-10: 1, 3: 1}),
     "what was flushed needs more": sampled({0: 9}, zeros=1, flushed=1),
+    "so does what may be": sampled({-24: 1, 0: 9}, zeros=1, flushed=0, amin=2.0**-24),
     **{
         f"a sample that does not show what was flushed: {name}": in_precision(
             sample(1, [gradient({0: 9}, zeros=1, flushed=1)]), sample(2, [row], scale)
@@ -173,7 +174,7 @@ TENSORS = {
     "no scale holds all": sampled({-34: 10, -28: 20, 14: 70}, 1.0, None),
     "no scale holds all, a larger one more": sampled({-36: 10, -26: 20, 9: 70}, 1.0, None),
     "an overflow bounds the window": in_precision(
-        skip(2, 64.0), sample(2, [gradient({0: 9}, inf=1)], 64.0)
+        skip(2, 64.0), sample(2, [gradient({-24: 5, -23: 4, 0: 9}, inf=1, flushed=0)], 64.0)
     ),
     "a bad loss does not": in_precision(
         skip(2, 64.0, reason="loss"), sample(2, [gradient({0: 9}, inf=1)], 64.0)

@@ -127,10 +127,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 
     Args:
         tensor: Any shape, dtype and layout. float64 is measured in float32.
-        is_gradient: Also count the zeros due to underflow, if the values have passed through
-            float16. Rows and columns that are all zero are not counted, since an
-            unused embedding or a dead unit produces them. For this reason the count is 0 for a
-            vector.
+        is_gradient: Also estimate how many zeros are due to underflow, if the values have passed
+            through float16. Other zeros come from unused embeddings, dead units and masks.
 
     Returns:
         The statistics; None for a tensor without its own floating-point values, such as one inside
@@ -157,7 +155,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         return statistics
     if not _is_from_float16(values, sample, statistics.amin):
         return statistics
-    return replace(statistics, flushed=_zeros_in_live_rows(sample) if sample.ndim > 1 else 0)
+    return replace(statistics, flushed=_least_flushed(statistics))
 
 
 def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
@@ -221,10 +219,16 @@ def _is_from_float16(values: Tensor, sample: Tensor, amin: float | None) -> bool
     return bool(((multiples == multiples.round()) | ~multiples.isfinite()).all())
 
 
-def _zeros_in_live_rows(sample: Tensor) -> int:
-    is_not_zero = sample.flatten(1) != 0
-    live = is_not_zero.any(1).sum() * is_not_zero.any(0).sum()
-    return int(live - is_not_zero.sum())
+def _least_flushed(statistics: Statistics) -> int:
+    """Return a lower bound of the zeros due to underflow, two standard deviations subtracted.
+
+    If entries are equally dense at zero, half as many round to zero as to the smallest subnormal;
+    more if they get denser towards zero, fewer, by the square of a ratio, if their density falls.
+    """
+    smallest = round(math.log2(FORMATS["fp16"].smallest_subnormal))
+    left, second = [statistics.by_exponent().get(smallest + n, 0) for n in range(2)]
+    flat = min((n - 2 * math.sqrt(n)) / of for n, of in ((left, 2), (left + second, 4)))
+    return min(int(max(flat, 0.0) * min(left / (second or 1), 1.0) ** 2), statistics.zeros)
 
 
 @cache

@@ -32,9 +32,9 @@ class Statistics(Struct, frozen=True, gc=False):
             2**e].
         underflow: By the name of a format, the number of nonzero entries that it rounds to zero.
         overflow: By the name of a format, the number of finite entries that overflow in it.
-        flushed: Number of zeros due to underflow in a gradient that has passed through float16, as
-            determined by ``measure``. None for other gradients, those without values small enough
-            to tell, and other tensors.
+        flushed: Least number of zeros due to underflow in a gradient that has passed through
+            float16, as estimated by ``measure``. None for other gradients, those without values
+            small enough to tell, and other tensors.
         updates: For a weight that an optimizer has stepped, the number of inspected entries whose
             gradient was not zero; None for other tensors.
         lost_updates: Number of these entries that the step did not change.

@@ -44,17 +44,21 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
     if not lossy:
         return
     worst = lossy[0]
+    has_passed = summary.underflows(worst)  # then zeros have other causes too
+    least = "At least " if has_passed else ""
+    here, would = f"underflow ({percent(worst.share_zeros)} are zero)", "would underflow in"
     parts: list[str | Code] = [
-        f"{percent(worst.share_lost)} of the gradient entries of ",
+        f"{least}{percent(worst.share_lost)} of the gradient entries of ",
         Code(worst.name),
-        f" {underflow(summary, worst)} {_at_scale(summary)}",
+        f" {here if has_passed else f'{would} {worst.format}'} {_at_scale(summary)}",
     ]
     if len(lossy) > 1:
         parts += [", and ", percent(NOTABLE), " or more in ", *_names(lossy[1:])]
     larger, cure = _better_scale(summary)
     is_limited = summary.is_lowered and not cure
     yield say(
-        _severity(worst.share_lost) if summary.underflows(worst) else "notice",
+        # It is a lower bound, and most often several times as much underflows.
+        _severity(max(worst.share_lost, HARMFUL)) if has_passed else "notice",
         *parts,
         f"{larger}.",
         cure=_island(summary, worst) if is_limited else cure,
@@ -70,13 +74,6 @@ def _severity(share_lost: float) -> Severity:
 def row_of(summary: Summary, layer: Layer) -> str:
     """Return the id of the row of a layer on the page."""
     return f"layer-{next(n for n, each in enumerate(summary.layers) if each is layer)}"
-
-
-def underflow(summary: Summary, layer: Layer, ending: str = "") -> str:
-    """Return ``underflow`` with an ending, or ``would underflow in`` a format that was not used."""
-    if summary.underflows(layer):
-        return f"underflow{ending}"
-    return f"would underflow in {layer.format}"
 
 
 def about_updates(summary: Summary) -> Iterator[Sentence]:
@@ -157,7 +154,7 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
     if best <= gradients.scale:
         return f"; a larger scale than {power(best)} would overflow in a sample", ()
     if window.is_empty:
-        at_least = "at least " if window.is_at_least else ""
+        at_least = "at least " if window.is_at_least or summary.is_lowered else ""
         left = f"{at_least}{percent(gradients.share_lost_at_best)} of those of all parameters"
         is_enough = gradients.share_lost_at_best < HARMFUL
         least = f"; no scale keeps them all, and {power(best)} loses least, {left}"

@@ -74,7 +74,7 @@ _NUMBERS = (
     _Number("smallest scale", "scale.min", power),
     _Number("mean of the last 20 norms", "norm.recent", number),
     _Number(
-        "gradient entries that underflow (of float32: in fp16)", "gradients.share_lost", percent
+        "gradient entries known to underflow (of float32: in fp16)", "gradients.share_lost", percent
     ),
     _Number("of the worst parameter", "worst_share_lost", percent),
     _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent),

@@ -31,10 +31,17 @@ class SampledTensor(Struct, frozen=True, gc=False):
     scale: float  # of the gradients in the sample
     measured: Measured
     format: Format  # whose range applies
-    lost: int  # number of entries that are lost to underflow
+    lost: int  # number of entries that are lost to underflow; through float16 the least
     # Whether it is the gradient of a parameter that autocast left in a wider dtype, such as that of
     # a norm: no scale makes it overflow or underflow.
     is_held: bool
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether zeros may be flushed entries, since others are of the smallest subnormal."""
+        seen, least = self.measured, FORMATS["fp16"].smallest_subnormal
+        is_at_end = seen.flushed is not None and seen.zeros > 0 and seen.amin == least
+        return bool(seen.flushed) or is_at_end
 
     @property
     def headroom(self) -> float | None:
@@ -166,7 +173,7 @@ def _of_kind(found: _ByLayer, wanted: Kind) -> list[SampledTensor]:
 
 
 def _flushed(statistics: Statistics, format: Format) -> int:
-    """Return the number of flushed entries, which are only known for fp16."""
+    """Return the least number of flushed entries, which is only known for fp16."""
     return statistics.flushed or 0 if format.name == "fp16" else 0
 
 
@@ -189,6 +196,8 @@ def _lost_at(scale: float, seen: SampledTensor) -> int:
         return 0
     factor = scale / seen.scale
     flushed = _flushed(seen.measured, seen.format) if factor <= 1 else 0  # above: unknown
+    if factor < 1 and seen.measured.flushed is not None:
+        factor *= 2  # the largest of these may have been rounded down
     return seen.measured.underflow_if(factor, seen.format) + flushed
 
 
@@ -205,12 +214,8 @@ def _window_of(gradients: Sequence[SampledTensor], overflows: Mapping[int, float
     if not has_passed and any(gradient.is_held for gradient in gradients):
         return _window(None, None, is_at_least=False)
     # Values flushed at one scale are only visible in samples at a larger scale.
-    flushed = [gradient.scale for gradient in gradients if gradient.measured.flushed]
-    whole = [
-        gradient.scale
-        for gradient in gradients
-        if gradient.measured.amin and not gradient.measured.flushed
-    ]
+    flushed = [gradient.scale for gradient in gradients if gradient.is_cut]
+    whole = [each.scale for each in gradients if each.measured.amin and not each.is_cut]
     is_at_least = bool(flushed) and max(flushed) >= max(whole, default=0.0)
     largest = largest_scale(gradients, overflows)
     return _window(smallest_scale(gradients), largest, is_at_least=is_at_least)
@@ -231,7 +236,7 @@ def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
         measured = gradient.measured
         if measured.amin is not None and not gradient.is_held:
             needed.append(gradient.format.flushed_below / measured.amin * gradient.scale)
-        if measured.flushed:
+        if gradient.is_cut:
             needed.append(gradient.scale)
     return _as_scale(math.frexp(max(needed))[1]) if needed else None  # the power above
 

@@ -206,7 +206,7 @@ def tiles(summary: Summary) -> list[Tile]:
     if summary.num_optimizers == 1:  # else the norms are of each in turn
         add("Last measured gradient norm", "norm.last", number, (measured, number, "norm.recent"))
     add(
-        "Gradients underflow" if was_low else f"Would underflow in {summary.lower}",
+        "Gradients underflow, at least" if was_low else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

@@ -309,8 +309,8 @@ def _title(layer: Layer) -> str:
         pieces.append(f"least headroom {bits(layer.headroom)} at step {layer.headroom_step:,}")
     if layer.share_lost:
         worst = percent(layer.share_lost_worst)
-        most = f"at most {worst}, at step {layer.share_lost_step:,}"
-        pieces.append(f"underflow {percent(layer.share_lost)}, {most}")
+        most = f"the most, {worst}, at step {layer.share_lost_step:,}"
+        pieces.append(f"known underflow {percent(layer.share_lost)}, {most}")
     if layer.nan or layer.inf:
         pieces.append(f"{count(layer.nan)} NaN, {count(layer.inf)} inf")
     return "\n".join(pieces)

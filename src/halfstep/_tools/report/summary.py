@@ -261,12 +261,12 @@ class Layer:
             minimum of all samples; negative if it does not fit; None without nonzero finite
             entries.
         headroom_step: The step of that minimum.
-        lost: The number of entries that are lost to underflow in the format, or would be.
+        lost: The least number of entries that are lost to underflow in the format, or would be.
         share_lost: ``lost`` as a share of the measured entries.
         share_lost_worst: The share in the worst sample.
         share_lost_step: The step of the worst sample.
-        flushed: The number of lost entries that underflow in float16 turned into zeros; None if
-            this is unknown or does not apply.
+        flushed: The least number of lost entries that underflow in float16 turned into zeros; None
+            if this is unknown or does not apply.
         underflow: By format, the number of nonzero entries that it flushes to zero.
         overflow: By format, the number of finite entries that are too large for it.
         updates: For a weight, the number of inspected entries with a nonzero gradient in sampled
@@ -322,9 +322,14 @@ class Layer:
         return self.kind == "parameter" and self.is_low
 
     @property
+    def share_zeros(self) -> float:
+        """The share of the measured entries that are zero."""
+        return self.zeros / self.measured if self.measured else 0.0
+
+    @property
     def is_all_zeros(self) -> bool:
         """Whether all measured entries are zero in all samples."""
-        return 0 < self.measured == self.zeros
+        return self.share_zeros == 1.0
 
 
 @dataclass(frozen=True)
@@ -334,8 +339,8 @@ class GradientTotals:
     Attributes:
         scale: The scale of the last sample; 1 without a scaler.
         measured: The number of measured entries in all samples.
-        lost: The number of these that underflow in the lower precision of the run, or would in
-            fp16.
+        lost: The known number of these that underflow in the lower precision of the run, or would
+            in fp16.
         share_lost: ``lost`` as a share of ``measured``.
         window: The scales at which nothing is lost, and no sample and no step of the run has
             overflowed.
@@ -446,7 +451,7 @@ class Summary:
 
     def underflows(self, layer: Layer) -> bool:
         """Return whether the losses of a layer happened in the run, and not only would in fp16."""
-        return self.is_lowered or layer.is_low
+        return layer.is_low or (self.is_lowered and layer.kind == "parameter_gradient")
 
     @property
     def has_bad_gradients(self) -> bool:

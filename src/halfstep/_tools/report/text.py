@@ -140,15 +140,18 @@ def _numbers(summary: Summary) -> Iterator[str]:
         yield course
     in_samples = f"in {things(len(summary.sampled), 'sampled step')}"
     for kind, whose in _GRADIENTS.items():
-        worst = max(summary.of_kind(kind), key=lambda each: each.share_lost, default=None)
-        if worst is None or (worst.share_lost >= NOTABLE and kind == "parameter_gradient"):
-            continue  # which has a sentence of its own
-        if worst.share_lost:
-            of_all = f"up to {percent(worst.share_lost)} of the gradient entries of {whose}"
-            yield f"{of_all} {about_tensors.underflow(summary, worst)} {in_samples}"
-        elif kind == "parameter_gradient":  # zeros that an output gets are not told apart
-            ends = about_tensors.underflow(summary, worst, "s")
-            yield f"no gradient of a parameter {ends} {in_samples}"
+        layers, is_output = summary.of_kind(kind), kind == "output_gradient"
+        # No zero shows its cause, nor a sum of several passes what each has lost: zeros are said.
+        has_passed = not is_output and any(map(summary.underflows, layers))
+        shares = [each.share_zeros if has_passed else each.share_lost for each in layers]
+        few = [share for share in shares if is_output or share < NOTABLE]
+        most = max(few, default=0.0)
+        if few and (most or not is_output):
+            who = whose if len(few) == len(layers) else f"{len(few)} of {len(layers)} parameters"
+            share = f"at most {percent(most)}" if most else "none"
+            would = f"would underflow in {layers[0].format}"
+            ends = "are zero, as underflow would make them," if has_passed else would
+            yield f"{share} of the gradient entries of {who} {ends} {in_samples}"
     if summary.lost_updates is not None and any(
         x.is_low_weight and x.updates for x in summary.layers
     ):
