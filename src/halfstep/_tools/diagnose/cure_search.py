@@ -338,9 +338,17 @@ def _at_scale(scale: float) -> str:
 def of_inputs(trial: CureTrial, other: Cure | None = None) -> Cure | None:
     """Return standardised inputs as the cure if the loss falls with them; another cure follows."""
     text, change = trial.usual.standardise()
-    if change is None or trial.blame(change()) is not None:
+    if change is None:
         return None
-    found = trial.judged(Cure("code", text, is_finite=True), change)
+    scale, after = trial.scale, trial.blame(change())
+    if after is not None:
+        scale = _scale_with(
+            trial, after, lambda scale: trial.is_finite(around=change(), scale=scale)
+        )
+        if scale is None:
+            return None
+        text += _at_scale(scale)
+    found = trial.judged(Cure("code", text, is_finite=True), change, scale=scale)
     if found.is_finite is not True or fall(found.losses) <= 0:
         return None
     return found if other is None else replace(found, text=f"{text}\nor {other.text}")
@@ -758,7 +766,7 @@ def _judged_edits(trial: CureTrial, calls: UserCalls, scale: float | None = None
         return Cure("code", OF_PARAMETER.format(calls.held_parameter))
     least, last = sorted(each.share for each in [calls, *made][-2:])  # of it, and the one before
     if cure.trial and last:
-        still = max(each.lost for each in [calls, *made][-2:])
+        still = max(each.changed for each in [calls, *made][-2:])
         said = f"at the end of the trial, {still:.0%} of the values are still changed"
         cure = replace(cure, remarks=(*cure.remarks, said))
     return replace(cure, changed=(calls.share, last, least) if calls.share or last else ())

@@ -394,8 +394,8 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "
         text = "call zero_grad() first: this gradient is left from an earlier step"
     elif named := [operand for operand in bad.inputs if operand.name == tensor]:
         text = (
-            f"load a checkpoint from before {tensor} went bad; "
-            f"{tensor}.isfinite() shows which entries"
+            f"load a checkpoint from before {tensor} went bad, or initialise it if it never was "
+            f"good; {tensor}.isfinite() shows which entries"
         )
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"

@@ -241,6 +241,11 @@ class UserCalls(TorchFunctionMode):
         """The same share, also of few values."""
         return max((each.lost for each in self._changes.values()), default=0.0)
 
+    @property
+    def changed(self) -> float:
+        """The largest share of values of a call that the clamps have changed, also of few."""
+        return max((each.changed for each in self._changes.values()), default=0.0)
+
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
         return tuple(dict.fromkeys(text for each in self._changes.values() if (text := str(each))))
@@ -279,6 +284,10 @@ class _Changes:
         if self._is_of_numbers:
             return self._num_replaced / self._num_divisors
         return self._num_lost / max(self._of, 1)
+
+    @property
+    def changed(self) -> float:
+        return self.lost if self._is_of_numbers else self._num / max(self._of, 1)
 
     def add(self, before: Tensor, after: Tensor) -> None:
         old, new = before.detach(), after.detach()
