@@ -228,10 +228,10 @@ def with_bad_steps(*steps, norm):
     ("known", "said"),
     [
         (Seen(), []),
-        (Seen(lost=[0.9, 0.5]), []),  # of float32
-        (Seen(lost=[0.01], has_low_weights=True), []),
+        (Seen(updates={1: 10}, lost_updates=9.0), []),  # of float32
+        (Seen(updates={1: 100}, lost_updates=1.0, has_low_weights=True), []),
         (
-            Seen(lost=[0.9, 0.5], has_low_weights=True),
+            Seen(updates={1: 90, 2: 10}, lost_updates=70.0, has_low_weights=True),
             ["70 % of the updates in 2 sampled steps were lost to rounding; `M` "
              "prevents that"],
         ),

@@ -415,8 +415,8 @@ class Recorder:
     ) -> None:
         name = type(optimizer).__name__ if outcome is None else outcome.optimizer_name
         number = self._number_of(optimizer)
-        lost = self._updates.share_lost(optimizer)
-        numbers = self._time(), name, number, outcome, loss, norm, lost
+        updates, lost = self._updates.counts(optimizer)
+        numbers = self._time(), name, number, outcome, loss, norm, updates, lost
         self._waiting.add(PendingStep(self.num_steps, *numbers, id(optimizer) in self._by_hand))
 
     def _end_iteration(self, scale: float) -> None:

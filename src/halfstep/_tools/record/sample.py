@@ -337,19 +337,18 @@ class UpdateCounter:
         except Exception as error:  # a recorder must not end a run, whatever the optimizer is
             self._say(f"lost updates cannot be counted: {error}")
 
-    def share_lost(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
-        """Return the fraction of an optimizer's updates that were lost; None if unknown.
+    def counts(self, optimizer: torch.optim.Optimizer | None) -> tuple[Tensor | None, ...]:
+        """Return the number of an optimizer's updates and of lost ones; None if unknown.
 
         Counts in a part of a large tensor are extrapolated to its size. Sync: none.
         """
         if optimizer is None or not self._counted:
-            return None
+            return None, None
         found = [self._counted[id(p)] for p in parameters(optimizer) if id(p) in self._counted]
         if not found:
-            return None
+            return None, None
         device = found[-1].counts.device
-        total = torch.stack([to_device(each.in_full(), device) for each in found]).sum(0)
-        return total[1] / total[0]
+        return torch.stack([to_device(each.in_full(), device) for each in found]).sum(0).unbind()
 
     def end(self, measured: list[Measured], params: Iterable[tuple[str, Tensor]]) -> list[Measured]:
         """End the sampled step and return its tensors, the parameters with their counts.

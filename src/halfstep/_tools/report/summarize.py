@@ -14,7 +14,15 @@ from typing import NamedTuple
 from msgspec import structs
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import Culprits, Measured, Model, PolicySeen, Run, Step
+from halfstep._tools.record.run import (
+    Culprits,
+    Measured,
+    Model,
+    PolicySeen,
+    Run,
+    Step,
+    share_of_lost_updates,
+)
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
     OTHER_CAUSES,
@@ -64,9 +72,7 @@ def summarize(run: Run) -> Summary:
         loss=_loss(run.steps),
         losses=_losses(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
-        lost_updates=_curve(
-            {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
-        ),
+        lost_updates=_lost_updates(run.steps),
         origins=_origins(run),
         buffers=_buffers(run),
         bad_places=_bad_places(run),
@@ -254,6 +260,14 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
         first_bad=values[bad[0]] if bad else None,
         num_non_finite=len(bad),
     )
+
+
+def _lost_updates(steps: Sequence[Step]) -> Curve | None:
+    """Return the course of the share of lost updates; its mean is the share of all of them."""
+    by_step = grouped(steps, lambda step: step.step)
+    shares = {step: share_of_lost_updates(alike) for step, alike in by_step.items()}
+    curve = _curve({step: share for step, share in shares.items() if share is not None})
+    return curve and replace(curve, mean=share_of_lost_updates(steps))
 
 
 def _have_weights_moved(run: Run) -> bool | None:
