@@ -47,12 +47,8 @@ class PendingStep:
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector, in float64 if one has that. Sync: none."""
         missing = torch.full((), math.nan, dtype=torch.float32, device=device)
-        scalars = torch.stack(
-            [
-                missing if scalar is None else to_device(_narrow(scalar, device), device)
-                for scalar in self.scalars
-            ]
-        )
+        found = (missing if each is None else _narrow(each, device) for each in self.scalars)
+        scalars = torch.stack([to_device(each, device) for each in found])
         if self.outcome is None:
             return scalars
         return torch.cat([scalars, to_device(pack(self.outcome), device)])
@@ -116,10 +112,9 @@ class PendingSteps:
         arrived = []
         if self._sent is not None and self._sent.transfer.has_arrived():
             arrived = self._taken(self._sent)
-        is_time = (
-            len(self._steps) >= MOST_WAITING or time.monotonic() > self._last_sent + LONGEST_WAIT
-        )
-        if self._sent is None and self._steps and is_time:
+        is_late = time.monotonic() > self._last_sent + LONGEST_WAIT
+        is_due = is_late or len(self._steps) >= MOST_WAITING
+        if self._sent is None and self._steps and is_due:
             arrived += self._send()
         return arrived
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -144,7 +144,7 @@ class Step(_Event, tag="step", frozen=True):
     loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
     number: Count | None = None  # of the optimizer, among those of its class, from 1
     share_lost_updates: Share | None = None  # in sampled steps; over all ranks
-    updates: Count | None = None  # of which that is the share; None in old records
+    updates: Count | None = None  # of this rank, of which that is the share; None in old records
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
@@ -263,7 +263,7 @@ def dtypes_text(products: Mapping[str, int]) -> str:
     return f"products{where} ran in {listed(parts[::-1])}"
 
 
-def share_of_lost_updates(steps: Sequence[Step]) -> float | None:
+def share_lost(steps: Iterable[Step]) -> float | None:
     """Return which share of the updates of all these steps was lost; None if none was counted."""
     counted = ((step.share_lost_updates, step.updates or 1) for step in steps)
     seen = [(share * num, num) for share, num in counted if share is not None]
@@ -275,7 +275,7 @@ class Seen:
     """What a recorder knows of a run without reading the record."""
 
     products: Counter[str] = field(default_factory=Counter)  # by dtype, in sampled steps
-    updates: dict[int, int] = field(default_factory=dict)  # that were counted, by step
+    updates: int = 0  # that were counted
     lost_updates: float = 0.0  # of these
     has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
     has_float16: bool = False  # whether any of these is in float16, whose steps have no guard
@@ -290,7 +290,7 @@ class Seen:
     def take(self, event: Mapping[str, Any]) -> None:
         """Note a step."""
         if event["share_lost_updates"] is not None:
-            self.updates[event["step"]] = self.updates.get(event["step"], 0) + event["updates"]
+            self.updates += event["updates"]
             self.lost_updates += event["share_lost_updates"] * event["updates"]
         if event["taken"]:
             self.has_bad_gradients |= not math.isfinite(event["norm"] or 0.0)

@@ -360,14 +360,9 @@ class UpdateCounter:
             self._hook = None
         self._steps.clear()
         counted, self._counted = self._counted, {}
-        counts = {
-            name: counted[id(param)].counts.tolist()
-            for name, param in params
-            if id(param) in counted
-        }
-        return [
-            replace(each, updates=counts[each.name][0], lost_updates=counts[each.name][1])
-            if each.kind == "parameter" and each.name in counts
-            else each
-            for each in measured
-        ]
+        found = ((name, counted.get(id(param))) for name, param in params)
+        counts = {name: each.counts.tolist() for name, each in found if each is not None}
+        for n, each in enumerate(measured):
+            if each.kind == "parameter" and (known := counts.get(each.name)):
+                measured[n] = replace(each, updates=known[0], lost_updates=known[1])
+        return measured

@@ -494,10 +494,9 @@ HARMFUL = 0.05  # the share of lost updates from which on it is said
 
 def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> Iterator[str]:
     """Yield what went wrong, with the commands that prevent it; empty where they are of no use."""
-    share = seen.lost_updates / max(sum(seen.updates.values()), 1)
+    share = seen.lost_updates / max(seen.updates, 1)
     if seen.has_low_weights and share >= HARMFUL:
-        of = f"{percent(share)} of the updates in {things(len(seen.updates), 'sampled step')}"
-        yield f"{of} were lost to rounding{_prevents(masters)}"
+        yield f"{percent(share)} of the measured updates were lost to rounding{_prevents(masters)}"
     if seen.bad_buffers:
         num = things(len(seen.bad_buffers), "buffer")
         # Skipped steps restore buffers; those that a script leaves out do not.
