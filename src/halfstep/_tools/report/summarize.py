@@ -14,15 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import (
-    Culprits,
-    Measured,
-    Model,
-    PolicySeen,
-    Run,
-    Step,
-    share_of_lost_updates,
-)
+from halfstep._tools.record.run import Culprits, Measured, Model, PolicySeen, Run, Step, share_lost
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
     OTHER_CAUSES,
@@ -263,11 +255,12 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
 
 
 def _lost_updates(steps: Sequence[Step]) -> Curve | None:
-    """Return the course of the share of lost updates; its mean is the share of all of them."""
-    by_step = grouped(steps, lambda step: step.step)
-    shares = {step: share_of_lost_updates(alike) for step, alike in by_step.items()}
-    curve = _curve({step: share for step, share in shares.items() if share is not None})
-    return curve and replace(curve, mean=share_of_lost_updates(steps))
+    """Return the course of the share of lost updates; its means weigh all updates alike."""
+    counted = [step for step in steps if step.share_lost_updates is not None]
+    by_step = grouped(counted, lambda each: each.step)
+    recent = [step for alike in [*by_step.values()][-RECENT:] for step in alike]
+    curve = _curve({n: share_lost(alike) or 0.0 for n, alike in by_step.items()})
+    return curve and replace(curve, mean=share_lost(counted), recent=share_lost(recent))
 
 
 def _have_weights_moved(run: Run) -> bool | None:
@@ -321,14 +314,13 @@ def _buffers(run: Run) -> BadBuffers | None:
 
 
 def _bad_places(run: Run) -> tuple[BadPlace, ...]:
-    seen = [(each.step, each.diagnosis) for each in run.diagnoses]
     return tuple(
         BadPlace(
-            steps=tuple(sorted({step for step, _ in alike})),
-            ranks=tuple(sorted({one.rank for _, one in alike})),
-            diagnosis=alike[0][1],
+            steps=tuple(sorted({each.step for each in alike})),
+            ranks=tuple(sorted({each.rank for each in alike})),
+            diagnosis=alike[0].diagnosis,
         )
-        for alike in grouped(seen, lambda each: _place(each[1])).values()
+        for alike in grouped(run.diagnoses, lambda each: _place(each.diagnosis)).values()
     )
 
 
