@@ -117,7 +117,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
     assert [(each.rank, each.diagnosis) for each in run.diagnoses] == [(found.rank, found)] * 2
     assert [note.text.partition(":")[0] for note in run.notes] == ["step 3 was not replayed"]
     for step in (2, 3):  # counted, and running
-        said = f"halfstep: {names}step {step} went bad:\n{records.found()}\n"
+        said = f"halfstep: {names}step {step} went bad:\n{found}\n"
         assert err.count(said) == 1 - quiet
     assert err.count("was not replayed") == 1 - quiet
     assert last in err.rstrip().rpartition("\n")[2]

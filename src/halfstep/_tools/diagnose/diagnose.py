@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import HALVES
+from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
 from halfstep._tools.diagnose import cure_search
@@ -123,6 +124,7 @@ def diagnosis_of(
         notes=(*found.notes, *dict.fromkeys(replayer.notes)),
         num_replays=replayer.num_replays,
         seconds=replayer.seconds,
+        rank=rank(),
         source=source_of(found.bad),
     )
 

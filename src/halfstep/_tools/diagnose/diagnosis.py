@@ -6,12 +6,11 @@ import json
 import linecache
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from textwrap import dedent
 from typing import Literal, Self
 
-from halfstep._common import machine
 from halfstep._common.numbers import power, things
 from halfstep._common.text import Code, one_line
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
@@ -206,7 +205,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     num_replays: Count = 0
     seconds: float = 0.0
-    rank: Count = field(default_factory=machine.rank)
+    rank: Count = 0
     source: tuple[str, ...] = ()
     happened: str = ""
     is_finite_in_float32: bool | None = None

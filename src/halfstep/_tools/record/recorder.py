@@ -279,8 +279,8 @@ class Recorder:
             tensors = [parameter for _, parameter in self._models.parameters()]
         if tensors and all(tensor.grad is None for tensor in tensors):
             leaves = autograd.leaves_of(losses)  # of which the loop may have master parameters
-            are_masters = {*map(id, tensors)}.isdisjoint(map(id, leaves))
-            if not (are_masters and any(leaf.grad is not None for leaf in leaves)):
+            own = {*map(id, tensors)}.intersection(map(id, leaves))
+            if own or all(leaf.grad is None for leaf in leaves):
                 self._loss = None
                 self._dropped.append(self.num_steps + 1)
 

@@ -256,11 +256,10 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
 
 def _lost_updates(steps: Sequence[Step]) -> Curve | None:
     """Return the course of the share of lost updates; its means weigh all updates alike."""
-    counted = [step for step in steps if step.share_lost_updates is not None]
-    by_step = grouped(counted, lambda each: each.step)
+    by_step = grouped([s for s in steps if s.share_lost_updates is not None], lambda s: s.step)
     recent = [step for alike in [*by_step.values()][-RECENT:] for step in alike]
     curve = _curve({n: share_lost(alike) or 0.0 for n, alike in by_step.items()})
-    return curve and replace(curve, mean=share_lost(counted), recent=share_lost(recent))
+    return curve and replace(curve, mean=share_lost(steps), recent=share_lost(recent))
 
 
 def _have_weights_moved(run: Run) -> bool | None:

@@ -273,7 +273,7 @@ class Session:
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
         options = replace(self._options, amp=None) if self._keeps_own else self._options
-        diagnosis = _by_option(diagnosis, options, self._rules)
+        diagnosis = replace(_by_option(diagnosis, options, self._rules), rank=machine.rank())
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_process(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
