@@ -55,11 +55,8 @@ def test_a_healthy_loop_and_an_optimizer_without_gradients(tmp_path: Path) -> No
         idle.step()  # makes no steps
 
     severity, text, summary = recorded(tmp_path, step)
-    assert (severity, text[:29], summary.steps.num) == (
-        "notice",
-        "No product with gradients ran",
-        60,
-    )
+    assert (severity, summary.steps.num) == ("notice", 60)
+    assert text.startswith("No product with gradients ran")
 
 
 def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> None:
@@ -80,11 +77,7 @@ def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> Non
 def test_an_optimizer_of_other_tensors(tmp_path: Path) -> None:
     loop = Loop()
     other = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
-
-    def step() -> None:
-        step_on(other, loop.loss())
-
-    severity, text, summary = recorded(tmp_path, step)
+    severity, text, summary = recorded(tmp_path, lambda: step_on(other, loop.loss()))
     assert (severity, summary.steps.num) == ("bad", 60)
     assert "no optimizer of the run steps these weights" in text
 
@@ -127,11 +120,7 @@ def test_a_step_by_hand_after_unscale_is_taken(is_checked, num_skipped, tmp_path
 def test_a_loss_that_rises(maximize: bool, tmp_path: Path) -> None:
     loop = Loop()
     loop.optimizer.param_groups[0]["maximize"] = maximize
-
-    def step() -> None:
-        step_on(loop.optimizer, loop.loss())
-
-    severity, text, _ = recorded(tmp_path, step)
+    severity, text, _ = recorded(tmp_path, lambda: step_on(loop.optimizer, loop.loss()))
     assert (severity == "warning") is maximize
     assert text.startswith("The loss rose") is maximize
 
@@ -194,9 +183,7 @@ def test_gradients_that_go_bad_after_unscale_are_reported_at_that_step(tmp_path)
     assert (skipped.step, skipped.reason) == (30, "non-finite after unscale_")
     told = " ".join(each.text for each in sentences(summarize(run)))
     assert "step 30" in told
-    assert (
-        "In 1 step the gradients were finite when they were unscaled, and the script made" in told
-    )
+    assert "In 1 step the gradients were finite when they were unscaled, and the script" in told
 
 
 GUARDED = Path(__file__).parent / "corpus" / "guarded.py"
@@ -217,27 +204,33 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     assert told.lower().count("the program printed") == 1
 
 
+@pytest.mark.parametrize("has_masters", [False, True])
 @pytest.mark.parametrize("has_scaler", [False, True])
-def test_the_loss_of_gradients_that_are_dropped_is_no_part_of_the_first_step(tmp_path, has_scaler):
+def test_the_loss_of_dropped_gradients_is_no_part_of_a_step(tmp_path, has_scaler, has_masters):
     """As in a loop of SAM, whose first pass only moves the weights."""
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    weights = masters = [*model.parameters()]
+    if has_masters:  # of the script, which copies gradients to them
+        masters = [weight.detach().clone() for weight in weights]
+    optimizer = torch.optim.SGD(masters, lr=0.0)
     scaler = halfstep.GradScaler("cpu", enabled=has_scaler)
     with halfstep.record(tmp_path / "run", model=model):
         for _ in range(3):
-            for weight in (5.0, 1.0, 1.0):  # dropped, and two micro-batches
-                loss = weight * (model(torch.ones(2, 4)) * 0 + 1).mean()
+            model.zero_grad()
+            for factor in (5.0, 1.0, 1.0):  # dropped, and two micro-batches
+                loss = factor * (model(torch.ones(2, 4)) * 0 + 1).mean()
                 scaler.scale(loss).backward()
-                if weight == 5.0:
-                    optimizer.zero_grad()
+                if factor == 5.0:
+                    model.zero_grad()
+            for weight, master in zip(weights, masters, strict=True):
+                master.grad = weight.grad.clone()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
     run = read_run(tmp_path / "run")
     assert [step.loss for step in run.steps] == [2.0] * 3
-    assert (
-        "cleared 3 times before step() of an optimizer (first before step 1)" in run.notes[-1].text
-    )
+    (text,) = (note.text for note in run.notes)
+    assert "cleared 3 times before step() of an optimizer (first before step 1)" in text
 
 
 def test_gradients_that_are_clipped_early_are_not_fine(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.optim import optimizer as optimizer_module
 import halfstep
 from halfstep._master_weights.lost_updates import StepUpdates
 from halfstep._tools.record.read import read_run
+from halfstep._tools.report.summarize import summarize
 
 BF16 = torch.bfloat16
 
@@ -133,21 +134,27 @@ def test_a_learning_rate_of_zero_loses_nothing(tmp_path, rate):
     assert math.isnan(lost.shares["0.weight"])
 
 
-def test_each_optimizer_has_its_own_share(tmp_path):
+def test_each_optimizer_has_its_own_share_and_the_run_that_of_all_entries(tmp_path):
     model = small()
-    some = torch.optim.SGD(model[0].parameters(), lr=1e-6)
-    others = torch.optim.SGD(model[2].parameters(), lr=1.0)
+    some = torch.optim.SGD([model[0].bias], lr=1e-6)  # 8 entries, beside 84
+    others = torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=1.0)
     scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
-    with halfstep.record(tmp_path, model=model, every=2):
+    with halfstep.record(tmp_path, model=model, every=2) as recording:
         for _ in range(4):
             scaler.scale(random_loss(model)).backward()
             scaler.step(some)
             scaler.step(others)
             scaler.update()
-    steps = read_run(tmp_path).steps
-    first, second = (step.share_lost_updates for step in steps if step.step == 4)
+        seen = recording._recorder.seen
+    run = read_run(tmp_path)
+    first, second = (step.share_lost_updates for step in run.steps if step.step == 4)
     assert first > 0.9
     assert second < 0.3
+    counts = [[*of_step.values()] for of_step in sampled_weights(tmp_path)[0].values()]
+    updates, lost = torch.tensor(counts).sum((0, 1)).tolist()
+    curve = summarize(run).lost_updates
+    assert curve.mean == curve.recent == pytest.approx(lost / updates)
+    assert seen.lost_updates / seen.updates == pytest.approx(lost / updates)
 
 
 def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkeypatch):

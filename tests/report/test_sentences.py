@@ -207,7 +207,7 @@ RUNS = {
     "skips that began in several places": run(
         *(
             event
-            for n, module in ((50, "a"), (60, "b"), (70, "b"))
+            for n, module in ((50, "a"), (60, "b"), (70, "b"), (80, ""), (90, "c"), (95, "d"))
             for event in (skip(n), records.culprits(n, module))
         )
     ),
@@ -535,7 +535,7 @@ def test_ranks_are_put_together(tmp_path):
         if rank in (0, 3):
             events.append(diagnosis(2, rank=rank))
         if rank == 4:
-            events.append(diagnosis(1, rank=4, verdict="maths"))
+            events.append(diagnosis(1, verdict="maths"))  # "rank": 0, as old records had
         records.write(tmp_path, [*events, records.end(1.0, 2)], rank)
     found = said_of(tmp_path)
     the_one(found, "Step 2 on ranks 0 and 3 went bad: `linear`")

@@ -80,6 +80,7 @@ class FakeWatch:
 
     def __init__(self, tell, seconds, number):
         self.found, self.notes, self._tell, self._number = [], [], tell, number
+        self.misses_threads = False
 
     def __enter__(self):
         for is_counted in (False, True):
@@ -111,11 +112,11 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
     seen.close()
     err = capsys.readouterr().err
     run = read_run(tmp_path / "out")
-    rank = int(environ.get("RANK", 0))
-    assert [(each.rank, each.diagnosis) for each in run.diagnoses] == [(rank, records.found())] * 2
+    found = records.found(rank=int(environ.get("RANK", 0)))
+    assert [(each.rank, each.diagnosis) for each in run.diagnoses] == [(found.rank, found)] * 2
     assert [note.text.partition(":")[0] for note in run.notes] == ["step 3 was not replayed"]
     for step in (2, 3):  # counted, and running
-        said = f"halfstep: {names}step {step} went bad:\n{records.found()}\n"
+        said = f"halfstep: {names}step {step} went bad:\n{found}\n"
         assert err.count(said) == 1 - quiet
     assert err.count("was not replayed") == 1 - quiet
     assert last in err.rstrip().rpartition("\n")[2]
@@ -227,12 +228,11 @@ def with_bad_steps(*steps, norm):
     ("known", "said"),
     [
         (Seen(), []),
-        (Seen(lost=[0.9, 0.5]), []),  # of float32
-        (Seen(lost=[0.01], has_low_weights=True), []),
+        (Seen(updates=10, lost_updates=9.0), []),  # of float32
+        (Seen(updates=100, lost_updates=1.0, has_low_weights=True), []),
         (
-            Seen(lost=[0.9, 0.5], has_low_weights=True),
-            ["70 % of the updates in 2 sampled steps were lost to rounding; `M` "
-             "prevents that"],
+            Seen(updates=100, lost_updates=70.0, has_low_weights=True),
+            ["70 % of the measured updates were lost to rounding; `M` prevents that"],
         ),
         (
             Seen(bad_buffers=["a", "b", "c", "d"], has_bad_gradients=True),

@@ -88,10 +88,10 @@ class EarlyClipping:
             (what, value), factor = limit, power(rows[-1][2])
             warn(
                 f"step({name(optimizer)}): the {what} of the gradients, still multiplied by "
-                f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
-                f"clipped before they are unscaled, which makes every gradient {factor} times "
-                "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
-                "clipping to scaler.step(optimizer, max_norm=...)"
+                f"the scale {factor}, was {value:.4g} in all {NUM_STEPS} steps that were compared. "
+                "They seem to be clipped before they are unscaled, which makes every gradient "
+                f"{factor} times too small. Call scaler.unscale_(optimizer) before you clip, or "
+                "leave the clipping to scaler.step(optimizer, max_norm=...)"
             )
 
 

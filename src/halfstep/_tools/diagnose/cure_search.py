@@ -268,7 +268,7 @@ def _with_siblings(
     if not any([*kinds.values()].count(kinds[module]) > 1 for _, module, _ in bad.values()):
         return None, ()
     by_line = trial.shares_of_limits({op for op, _, _ in bad.values()}, **changes)
-    more, remarks = [*rules], []
+    more, remarks = [*rules], dict[str, None]()  # several rules may be of one line
     for rule, (op, module, _) in bad.items():
         near = {
             other: share
@@ -281,7 +281,7 @@ def _with_siblings(
             of_others = [f"{op}:fp32"]
         more += of_others
         said = listed([f"{share:.0%} in {other}" for other, share in near.items()])
-        remarks += [f"{op} of the same line reaches, of the limit, {said}"] if near else []
+        remarks |= {f"{op} of the same line reaches, of the limit, {said}": None} if near else {}
     policy = _with_rules(base, [*dict.fromkeys(more)]) if remarks else None
     is_finite = policy is not None and trial.is_finite(**{**changes, "policy": policy})
     return (policy, tuple(remarks)) if is_finite else (None, ())

@@ -178,8 +178,7 @@ def _other_device(program: Program) -> Iterator[Finding]:
     for site in program.sites:
         around = site.region
         if around is not None and around.autocast is not None and site.has_grad:
-            is_chosen = any(_DEVICES.search(test) for test in site.arms)
-            device = "" if is_chosen else around.autocast.device
+            device = "" if any(map(_DEVICES.search, site.arms)) else around.autocast.device
             regions.setdefault(site.scope, {})[around.line] = device
     is_training = any(map(program.is_backward, program.sites))
     for lines in regions.values() if is_training else ():
@@ -218,11 +217,15 @@ def _ignored(program: Program) -> Iterator[Finding]:
 
 def _elsewhere(program: Program, lowered: str) -> str:
     """Return the evidence that training is not on the device ``lowered``, empty if none."""
+    tests = [test for site in program.sites if site.method in _MOVES for test in site.arms]
+    if any(_DEVICES.search(test) and "is_available" not in test for test in tests):
+        return ""  # an option of the script decides, as in `if args.cuda:`
     moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
     devices = set().union(*moves)
     if moves and all(moves):
         # `autocast("cuda")` disables itself if there is no GPU.
-        is_right = lowered in devices and (lowered == "cuda" or len(devices) == 1)
+        is_open = lowered == "cuda" or "is_available" not in program.words
+        is_right = lowered in devices and (is_open or len(devices) == 1)
         others = " or ".join(sorted(devices - {lowered}))
         return "" if is_right else f"the model is moved to {others}"
     if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):

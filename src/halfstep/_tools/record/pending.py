@@ -30,13 +30,14 @@ class PendingStep:
     outcome: Outcome | None  # without a scaler every step is taken
     loss: Tensor | None
     norm: Tensor | None  # as measured by clip_grad_norm_
-    share_lost_updates: Tensor | None
+    updates: Tensor | None  # entries with a gradient, in sampled steps
+    lost_updates: Tensor | None  # of these, that the step did not change
     is_by_hand: bool = False  # by optimizer.step(), which takes what a scaler would skip
 
     @property
     def scalars(self) -> tuple[Tensor | None, ...]:
         """The scalars, None if unknown."""
-        return self.loss, self.norm, self.share_lost_updates
+        return self.loss, self.norm, self.updates, self.lost_updates
 
     def on_host(self) -> Event:
         """Return the line of the record. Sync: none if all numbers are on the CPU."""
@@ -46,19 +47,15 @@ class PendingStep:
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector, in float64 if one has that. Sync: none."""
         missing = torch.full((), math.nan, dtype=torch.float32, device=device)
-        scalars = torch.stack(
-            [
-                missing if scalar is None else to_device(_narrow(scalar, device), device)
-                for scalar in self.scalars
-            ]
-        )
+        found = (missing if each is None else _narrow(each, device) for each in self.scalars)
+        scalars = torch.stack([to_device(each, device) for each in found])
         if self.outcome is None:
             return scalars
         return torch.cat([scalars, to_device(pack(self.outcome), device)])
 
     def event(self, scalars: list[float], of_outcome: Tensor | None) -> Event:
         """Return the line of the record, from the parts of :meth:`packed` on the CPU."""
-        loss, norm, lost = scalars
+        loss, norm, updates, lost = scalars
         event = {
             "event": "step",
             "step": self.step,
@@ -71,7 +68,8 @@ class PendingStep:
             "scale_after": None,
             "norm": None if self.norm is None else norm,
             "loss": None if self.loss is None else loss,
-            "share_lost_updates": None if math.isnan(lost) else lost,
+            "share_lost_updates": lost / updates if updates > 0 else None,
+            "updates": round(updates) if updates > 0 else None,
         }
         if self.outcome is not None and of_outcome is not None:
             entry, event["scale_after"] = unpack(self.outcome, of_outcome)
@@ -114,10 +112,9 @@ class PendingSteps:
         arrived = []
         if self._sent is not None and self._sent.transfer.has_arrived():
             arrived = self._taken(self._sent)
-        is_time = (
-            len(self._steps) >= MOST_WAITING or time.monotonic() > self._last_sent + LONGEST_WAIT
-        )
-        if self._sent is None and self._steps and is_time:
+        is_late = time.monotonic() > self._last_sent + LONGEST_WAIT
+        is_due = is_late or len(self._steps) >= MOST_WAITING
+        if self._sent is None and self._steps and is_due:
             arrived += self._send()
         return arrived
 
@@ -149,7 +146,7 @@ class PendingSteps:
         self._sent = None
         parts = torch.split(sent.transfer.values, sent.sizes)
         pairs = zip(sent.steps, parts, strict=True)
-        return [step.event(part[:3].tolist(), part[3:]) for step, part in pairs]
+        return [step.event(part[:4].tolist(), part[4:]) for step, part in pairs]
 
 
 def _device_of(steps: Sequence[PendingStep]) -> torch.device:

@@ -41,6 +41,7 @@ from halfstep._tools.record.run import (
     Run,
     Sample,
     Step,
+    share_lost,
 )
 from halfstep._tools.statistics import merged
 from halfstep._tools.trace.rows import grouped
@@ -297,13 +298,12 @@ def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
         return first
     losses = {rank: step.loss for rank, step in alike.items() if step.loss is not None}
     norms = (step.norm for step in alike.values() if step.norm is not None)
-    lost = [s.share_lost_updates for s in alike.values() if s.share_lost_updates is not None]
     ranks = (step.rank for step in alike.values() if step.rank is not None)
     return replace(
         first,
         norm=next(norms, None),
         loss=_mean(list(losses.values())),
-        share_lost_updates=_mean(lost),
+        share_lost_updates=share_lost(alike.values()),
         rank=next(ranks, None),
         bad_losses=tuple(rank for rank, loss in losses.items() if not math.isfinite(loss)),
     )

@@ -151,13 +151,13 @@ class Recorder:
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Record a loss before it is scaled."""
         if self._is_here():
+            losses = [*tensors_in([outputs])]
             if self._loss_scaler is None:
                 self._loss = None
             elif self._num_backward:
-                self._leave_out_what_was_dropped()
+                self._leave_out_what_was_dropped(losses)
             self._loss_scaler = scaler
             self._num_scaled += 1
-            losses = [*tensors_in([outputs])]
             found = self._add_losses(losses)
             if found is not None and optim.optimizer_step_depth() == 0:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
@@ -188,7 +188,7 @@ class Recorder:
             for n, root in enumerate(found):
                 self._weigh(root, factors[n] if len(factors) == len(found) else None)
             return
-        self._leave_out_what_was_dropped()
+        self._leave_out_what_was_dropped(found)
         if factors and len(factors) == len(found):
             found = [loss.detach() * by for loss, by in zip(found, factors, strict=True)]
         self._add_losses(found)
@@ -270,7 +270,7 @@ class Recorder:
         """The number of the iteration that is running."""
         return self.num_steps + (not self._rounds.is_open)
 
-    def _leave_out_what_was_dropped(self) -> None:
+    def _leave_out_what_was_dropped(self, losses: Sequence[Tensor]) -> None:
         """Forget the loss of backward passes whose gradients are gone, though no step was made."""
         if self._loss is None or self._is_old or optim.optimizer_step_depth() > 0:
             return
@@ -278,8 +278,11 @@ class Recorder:
         if not tensors and self._sampler.has_gradients:  # before the first step
             tensors = [parameter for _, parameter in self._models.parameters()]
         if tensors and all(tensor.grad is None for tensor in tensors):
-            self._loss = None
-            self._dropped.append(self.num_steps + 1)
+            leaves = autograd.leaves_of(losses)  # of which the loop may have master parameters
+            own = {*map(id, tensors)}.intersection(map(id, leaves))
+            if own or all(leaf.grad is None for leaf in leaves):
+                self._loss = None
+                self._dropped.append(self.num_steps + 1)
 
     def _warn_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
         """Warn if an optimizer stepped with gradients of scaled losses; return whether it did.
@@ -415,8 +418,8 @@ class Recorder:
     ) -> None:
         name = type(optimizer).__name__ if outcome is None else outcome.optimizer_name
         number = self._number_of(optimizer)
-        lost = self._updates.share_lost(optimizer)
-        numbers = self._time(), name, number, outcome, loss, norm, lost
+        updates, lost = self._updates.counts(optimizer)
+        numbers = self._time(), name, number, outcome, loss, norm, updates, lost
         self._waiting.add(PendingStep(self.num_steps, *numbers, id(optimizer) in self._by_hand))
 
     def _end_iteration(self, scale: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -143,7 +143,8 @@ class Step(_Event, tag="step", frozen=True):
     norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
     loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
     number: Count | None = None  # of the optimizer, among those of its class, from 1
-    share_lost_updates: Share | None = None  # in sampled steps; the mean over the ranks
+    share_lost_updates: Share | None = None  # in sampled steps; over all ranks
+    updates: Count | None = None  # of this rank, of which that is the share; None in old records
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
@@ -262,12 +263,20 @@ def dtypes_text(products: Mapping[str, int]) -> str:
     return f"products{where} ran in {listed(parts[::-1])}"
 
 
+def share_lost(steps: Iterable[Step]) -> float | None:
+    """Return which share of the updates of all these steps was lost; None if none was counted."""
+    counted = ((step.share_lost_updates, step.updates or 1) for step in steps)
+    seen = [(share * num, num) for share, num in counted if share is not None]
+    return sum(lost for lost, _ in seen) / sum(num for _, num in seen) if seen else None
+
+
 @dataclass
 class Seen:
     """What a recorder knows of a run without reading the record."""
 
     products: Counter[str] = field(default_factory=Counter)  # by dtype, in sampled steps
-    lost: list[float] = field(default_factory=list)  # shares of lost updates in sampled steps
+    updates: int = 0  # that were counted
+    lost_updates: float = 0.0  # of these
     has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
     has_float16: bool = False  # whether any of these is in float16, whose steps have no guard
     bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
@@ -281,7 +290,8 @@ class Seen:
     def take(self, event: Mapping[str, Any]) -> None:
         """Note a step."""
         if event["share_lost_updates"] is not None:
-            self.lost.append(event["share_lost_updates"])
+            self.updates += event["updates"]
+            self.lost_updates += event["share_lost_updates"] * event["updates"]
         if event["taken"]:
             self.has_bad_gradients |= not math.isfinite(event["norm"] or 0.0)
             if not math.isfinite(event["loss"] or 0.0):

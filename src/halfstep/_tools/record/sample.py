@@ -337,19 +337,18 @@ class UpdateCounter:
         except Exception as error:  # a recorder must not end a run, whatever the optimizer is
             self._say(f"lost updates cannot be counted: {error}")
 
-    def share_lost(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
-        """Return the fraction of an optimizer's updates that were lost; None if unknown.
+    def counts(self, optimizer: torch.optim.Optimizer | None) -> tuple[Tensor | None, ...]:
+        """Return the number of an optimizer's updates and of lost ones; None if unknown.
 
         Counts in a part of a large tensor are extrapolated to its size. Sync: none.
         """
         if optimizer is None or not self._counted:
-            return None
+            return None, None
         found = [self._counted[id(p)] for p in parameters(optimizer) if id(p) in self._counted]
         if not found:
-            return None
+            return None, None
         device = found[-1].counts.device
-        total = torch.stack([to_device(each.in_full(), device) for each in found]).sum(0)
-        return total[1] / total[0]
+        return torch.stack([to_device(each.in_full(), device) for each in found]).sum(0).unbind()
 
     def end(self, measured: list[Measured], params: Iterable[tuple[str, Tensor]]) -> list[Measured]:
         """End the sampled step and return its tensors, the parameters with their counts.
@@ -361,14 +360,9 @@ class UpdateCounter:
             self._hook = None
         self._steps.clear()
         counted, self._counted = self._counted, {}
-        counts = {
-            name: counted[id(param)].counts.tolist()
-            for name, param in params
-            if id(param) in counted
-        }
-        return [
-            replace(each, updates=counts[each.name][0], lost_updates=counts[each.name][1])
-            if each.kind == "parameter" and each.name in counts
-            else each
-            for each in measured
-        ]
+        found = ((name, counted.get(id(param))) for name, param in params)
+        counts = {name: each.counts.tolist() for name, each in found if each is not None}
+        for n, each in enumerate(measured):
+            if each.kind == "parameter" and (known := counts.get(each.name)):
+                measured[n] = replace(each, updates=known[0], lost_updates=known[1])
+        return measured

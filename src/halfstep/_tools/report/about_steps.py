@@ -327,22 +327,22 @@ def known_origins(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, 
 def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     known = known_origins(summary, later)
     if not known:
-        where = on_ranks(summary.steps.ranks, summary.facts)
-        if where:
+        if where := on_ranks(summary.steps.ranks, summary.facts):
             yield f"; inf or NaN was met{where}"
         return
     origin, num = known[0]
     which = f"in {count(num) if num < len(later) else 'all'} of them " if len(later) > 1 else ""
     yield f"; {which}inf or NaN came first in the gradients of "
     yield Code(origin.module or "(the model)")
-    where = on_ranks(origin.ranks, summary.facts)
-    if where:
+    if where := on_ranks(origin.ranks, summary.facts):
         yield f"{where} (inf or NaN in "
         yield from names(origin.parameters[:2])  # of a list that may be cut
         yield ")"
-    if len(known) > 1:
-        yield ", in others in those of "
-        yield from names(str(other.module) for other, _ in known[1:])
+    for other, num in known[1:3]:
+        yield f", in {count(num)} in those of "
+        yield Code(other.module or "(the model)")
+    if left := known[3:]:
+        yield f", in others in those of {things(len(left), 'more module')}"
 
 
 def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:

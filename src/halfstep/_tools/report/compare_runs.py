@@ -77,7 +77,7 @@ _NUMBERS = (
         "gradient entries known to underflow (of float32: in fp16)", "gradients.share_lost", percent
     ),
     _Number("of the worst parameter", "worst_share_lost", percent),
-    _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent),
+    _Number("lost updates of the last 20 sampled steps", "lost_updates.recent", percent),
     _Number("of the worst weight", "worst_share_lost_updates", percent),
     _Number("time per step", "facts.seconds_per_step", seconds),
     _Number("duration", "facts.duration", seconds),

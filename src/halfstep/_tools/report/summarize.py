@@ -14,7 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import Culprits, Measured, Model, PolicySeen, Run, Step
+from halfstep._tools.record.run import Culprits, Measured, Model, PolicySeen, Run, Step, share_lost
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
     OTHER_CAUSES,
@@ -64,9 +64,7 @@ def summarize(run: Run) -> Summary:
         loss=_loss(run.steps),
         losses=_losses(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
-        lost_updates=_curve(
-            {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
-        ),
+        lost_updates=_lost_updates(run.steps),
         origins=_origins(run),
         buffers=_buffers(run),
         bad_places=_bad_places(run),
@@ -256,6 +254,14 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
     )
 
 
+def _lost_updates(steps: Sequence[Step]) -> Curve | None:
+    """Return the course of the share of lost updates; its means weigh all updates alike."""
+    by_step = grouped([s for s in steps if s.share_lost_updates is not None], lambda s: s.step)
+    recent = [step for alike in [*by_step.values()][-RECENT:] for step in alike]
+    curve = _curve({n: share_lost(alike) or 0.0 for n, alike in by_step.items()})
+    return curve and replace(curve, mean=share_lost(steps), recent=share_lost(recent))
+
+
 def _have_weights_moved(run: Run) -> bool | None:
     """Return whether a weight has other statistics in a later sample, None without two samples."""
     taken = [step.step for step in run.steps if step.taken]
@@ -307,14 +313,13 @@ def _buffers(run: Run) -> BadBuffers | None:
 
 
 def _bad_places(run: Run) -> tuple[BadPlace, ...]:
-    seen = [(each.step, each.diagnosis) for each in run.diagnoses]
     return tuple(
         BadPlace(
-            steps=tuple(sorted({step for step, _ in alike})),
-            ranks=tuple(sorted({one.rank for _, one in alike})),
-            diagnosis=alike[0][1],
+            steps=tuple(sorted({each.step for each in alike})),
+            ranks=tuple(sorted({each.rank for each in alike})),
+            diagnosis=alike[0].diagnosis,
         )
-        for alike in grouped(seen, lambda each: _place(each[1])).values()
+        for alike in grouped(run.diagnoses, lambda each: _place(each.diagnosis)).values()
     )
 
 

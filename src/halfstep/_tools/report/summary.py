@@ -374,7 +374,7 @@ class Summary:
         losses: The loss of each optimizer if these have different losses, as in a GAN; else empty.
         norm: The course of the norm of the unscaled gradients in the taken steps; in JSON null if
             there are several optimizers, whose norms are measured in turn.
-        lost_updates: The course of the share of updates lost to rounding in the sampled steps.
+        lost_updates: The share of the updates of sampled steps that were lost to rounding.
         origins: The modules in which skips began, the most frequent first.
         buffers: The buffers that were left inf or NaN; None if there are none.
         bad_places: The findings of the diagnoses, in the order of the first step.

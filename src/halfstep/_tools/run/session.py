@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
-from statistics import fmean
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +270,7 @@ class Session:
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
         options = replace(self._options, amp=None) if self._keeps_own else self._options
-        diagnosis = _by_option(diagnosis, options, self._rules)
+        diagnosis = replace(_by_option(diagnosis, options, self._rules), rank=machine.rank())
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_process(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
@@ -492,10 +491,9 @@ HARMFUL = 0.05  # the share of lost updates from which on it is said
 
 def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> Iterator[str]:
     """Yield what went wrong, with the commands that prevent it; empty where they are of no use."""
-    if seen.lost and seen.has_low_weights and fmean(seen.lost) >= HARMFUL:
-        share = percent(fmean(seen.lost))
-        sampled = things(len(seen.lost), "sampled step")
-        yield f"{share} of the updates in {sampled} were lost to rounding{_prevents(masters)}"
+    share = seen.lost_updates / max(seen.updates, 1)
+    if seen.has_low_weights and share >= HARMFUL:
+        yield f"{percent(share)} of the measured updates were lost to rounding{_prevents(masters)}"
     if seen.bad_buffers:
         num = things(len(seen.bad_buffers), "buffer")
         # Skipped steps restore buffers; those that a script leaves out do not.
