@@ -437,6 +437,31 @@ def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     assert any("its replay was finite" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("kind", ["not replayed", "left out", "search for a scale"])
+def test_buffers_that_a_skipped_step_made_bad_are_not_told_as_the_next_steps(kind: str) -> None:
+    class Normed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_replaying() and not is_search:
+                raise RuntimeError("this forward runs once")
+            seen = self.norm(self.first(x))
+            return self.last(self.first(x.nan_to_num()) if is_search else seen)
+
+    is_search = kind == "search for a scale"
+    loop = Loop(init_scale=2.0**24 if is_search else 256.0)
+    loop.model, (x, told) = Normed(), (loop.x, loop.told)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    with loop.watched() as watch, warnings.catch_warnings(action="ignore"):
+        for number in range(1, 15):
+            loop.x = x.clone()
+            loop.x[1] *= math.nan if number == 2 else 1.0
+            if kind != "left out" or loop.model(loop.x).sum().isfinite():
+                loop.step()
+    (found,) = watch.found
+    assert told == [(2, "data")]
+    assert "it has made norm.running_mean and norm.running_var inf or NaN" in str(found)
+    assert ("the loss of this step is finite" in str(found)) == is_search
+
+
 def test_a_gradient_that_no_op_wrote_is_not_called_an_old_one() -> None:
     """As one that DistributedDataParallel writes: the iteration began without gradients."""
 

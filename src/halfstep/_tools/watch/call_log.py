@@ -301,8 +301,11 @@ class CallLog:
         return more
 
     def given_bad(self) -> tuple[KeptCall, Tensor] | None:
-        """Return the first call of a module with a bad tensor that no kept call made."""
-        calls = (reference() for reference in (*self._old, *self._new))
+        """Return the first call of a module with a bad tensor that no kept call made.
+
+        It is one of this step, or of the last one if this has no calls yet.
+        """
+        calls = (reference() for reference in self._new or self._old)
         for call in filter(None, calls):
             if isinstance(call.function, nn.Module):
                 for given in call.given:
