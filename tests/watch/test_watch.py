@@ -70,11 +70,11 @@ class Loop:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def watched(self) -> Watch:
+    def watched(self, model: nn.Module | None = None) -> Watch:
         def tell(found: object, step: int) -> None:
             self.told.append((step, found.verdict))  # type: ignore[attr-defined]
 
-        return halfstep.diagnose(self.scaler, model=self.model, tell=tell)
+        return halfstep.diagnose(self.scaler, model=model or self.model, tell=tell)
 
 
 def large_steps(loop: Loop, large: Iterable[bool]) -> Watch:
@@ -435,6 +435,26 @@ def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     assert "hidden * 1e5" in found.bad.line.text
     assert any("live" in note for note in found.notes)
     assert any("its replay was finite" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_gradient_that_a_replay_did_not_write_is_not_its_result(is_frozen: bool) -> None:
+    """As of a weight that is frozen after its backward pass: at scale 1 nothing was bad."""
+    loop, large = Loop(init_scale=2.0**16), torch.tensor([[100.0], [-100.0]]).half()
+    model = nn.ParameterDict({"weight": torch.ones(8)})  # read by the loop itself
+    weight = model["weight"]
+    loop.optimizer.add_param_group({"params": weight})
+    with loop.watched(model) as watch, warnings.catch_warnings(action="ignore"):
+        for _ in range(4):
+            loop.optimizer.zero_grad()
+            weight.requires_grad_(True)
+            loss = (weight.half() * large).float().mean() + loop.model(loop.x).mean()
+            loop.scaler.scale(loss).backward()
+            weight.requires_grad_(not is_frozen)
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+    assert loop.scaler.get_scale() < 2.0**16
+    assert watch.found == []
 
 
 @pytest.mark.parametrize("kind", ["not replayed", "left out", "search for a scale"])
