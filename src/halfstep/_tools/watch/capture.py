@@ -161,6 +161,12 @@ class Capture(TopLevelCalls):
         self.ends = []
         self.log.begin()
 
+    def take_running(self) -> list[KeptCall]:
+        """Remove the call of ``backward`` that runs now, if any, which is of the next step."""
+        running = [end for end in self.ends if self.log.raised and end is self.log.raised.call]
+        self.ends = self.ends[: len(self.ends) - len(running)]
+        return running
+
     @not_compiled
     def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any

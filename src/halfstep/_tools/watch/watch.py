@@ -310,6 +310,7 @@ class Watch:
         """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return
+        running = self._capture.take_running()  # as `--amp` may end an iteration in backward
         kind, bad = self._skips.setdefault(scaler, Skips()).judge(outcomes)
         skipped = [outcome for outcome in outcomes if not outcome.taken]
         step = self._running
@@ -330,6 +331,7 @@ class Watch:
             self.notes.append("another optimizer has stepped before the replay")
         with self._about(is_counted=True):
             self._end_step(scale, is_bad=bool(bad), is_skipped=bool(skipped))
+        self._capture.ends += running
         self._steps.count(*(each.optimizer for each in (*outcomes, *left_out) if each.optimizer))
 
     def _note_clipping(self, max_norm: float) -> None:
