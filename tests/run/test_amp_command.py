@@ -839,14 +839,12 @@ def test_a_backward_pass_that_ends_an_iteration_is_of_the_next_step() -> None:
 
 
 def test_no_op_of_halfstep_is_to_blame_for_bad_gradients() -> None:
-    model, x = nn.Linear(4, 1), torch.ones(2, 4)
-    trace = LiveTrace(model)
+    trace = LiveTrace(model := nn.Linear(4, 1))
     with mixed_precision(torch.float16, lambda _: None):
-        optimizer = torch.optim.SGD(model.parameters())
-        step_on(optimizer, model(x).mean())
+        step_on(torch.optim.SGD(model.parameters()), model(torch.ones(2, 4)).mean())
         model.weight.grad.fill_(torch.inf)
         trace.begin()
-        model(x).mean().backward()
+        model(torch.ones(2, 4)).mean().backward()
     found = trace.end(1.0)
     assert found is None or "_amp_" not in found.bad.op
 

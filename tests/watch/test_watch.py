@@ -437,32 +437,28 @@ def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     assert any("its replay was finite" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_gradient_that_a_replay_did_not_write_is_not_its_result(is_frozen: bool) -> None:
+def test_a_gradient_that_a_replay_did_not_write_is_not_its_result() -> None:
     """As of a weight that is frozen after its backward pass: at scale 1 nothing was bad."""
     loop, large = Loop(init_scale=2.0**16), torch.tensor([[100.0], [-100.0]]).half()
     model = nn.ParameterDict({"weight": torch.ones(8)})  # read by the loop itself
-    weight = model["weight"]
-    loop.optimizer.add_param_group({"params": weight})
+    loop.optimizer.add_param_group({"params": (weight := model["weight"])})
     with loop.watched(model) as watch, warnings.catch_warnings(action="ignore"):
         for _ in range(4):
             loop.optimizer.zero_grad()
             weight.requires_grad_(True)
             loss = (weight.half() * large).float().mean() + loop.model(loop.x).mean()
             loop.scaler.scale(loss).backward()
-            weight.requires_grad_(not is_frozen)
+            weight.requires_grad_(False)
             loop.scaler.step(loop.optimizer)
             loop.scaler.update()
-    assert loop.scaler.get_scale() < 2.0**16
-    assert watch.found == []
+    assert (watch.found, loop.scaler.get_scale() < 2.0**16) == ([], True)
 
 
 @pytest.mark.parametrize("kind", ["not replayed", "left out", "search for a scale"])
 def test_buffers_that_a_skipped_step_made_bad_are_not_told_as_the_next_steps(kind: str) -> None:
     class Normed(Net):
         def forward(self, x: Tensor) -> Tensor:
-            if is_replaying() and not is_search:
-                raise RuntimeError("this forward runs once")
+            assert is_search or not is_replaying()
             seen = self.norm(self.first(x))
             return self.last(self.first(x.nan_to_num()) if is_search else seen)
 
@@ -478,7 +474,6 @@ def test_buffers_that_a_skipped_step_made_bad_are_not_told_as_the_next_steps(kin
                 loop.step()
     (found,) = watch.found
     assert told == [(2, "data")]
-    assert "it has made norm.running_mean and norm.running_var inf or NaN" in str(found)
     assert ("the loss of this step is finite" in str(found)) == is_search
 
 

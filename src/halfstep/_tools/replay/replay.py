@@ -298,17 +298,13 @@ def _seen_before_hooks(observer: OpObserver, leaves: Iterable[Tensor]) -> Iterat
 
 
 def _see_ends(observer: OpObserver, result: object, *, begins_without: bool) -> None:
-    """Show the results of a step, and the gradients that remain after it.
-
-    If it ``begins_without`` gradients, those that it did not write are of another pass.
-    """
+    """Show the results of a step, and what remains: if it began without gradients, its own."""
     with modes.unseen_by_modes():
         for value in values_reached(result, (nn.Module, Optimizer)):
             observer.see_result(value)
         for leaf, before in observer.undo.grads():
-            is_new = leaf.grad is not before
-            if leaf.grad is not None and (is_new or not begins_without):
-                observer.see_remaining(leaf, leaf.grad, is_new=is_new)
+            if leaf.grad is not None and not (begins_without and leaf.grad is before):
+                observer.see_remaining(leaf, leaf.grad, is_new=leaf.grad is not before)
 
 
 def _keep_swapped(patches: Patches, undo: UndoLog) -> None:

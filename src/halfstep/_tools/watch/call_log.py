@@ -301,10 +301,7 @@ class CallLog:
         return more
 
     def given_bad(self) -> tuple[KeptCall, Tensor] | None:
-        """Return the first call of a module with a bad tensor that no kept call made.
-
-        It is one of this step, or of the last one if this has no calls yet.
-        """
+        """Return the first call of a module, in this or a just ended step, with bad data."""
         calls = (reference() for reference in self._new or self._old)
         for call in filter(None, calls):
             if isinstance(call.function, nn.Module):

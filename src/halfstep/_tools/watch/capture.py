@@ -163,9 +163,8 @@ class Capture(TopLevelCalls):
 
     def take_running(self) -> list[KeptCall]:
         """Remove the call of ``backward`` that runs now, if any, which is of the next step."""
-        running = [end for end in self.ends if self.log.raised and end is self.log.raised.call]
-        self.ends = self.ends[: len(self.ends) - len(running)]
-        return running
+        running = None if self.log.raised is None else self.log.raised.call
+        return [self.ends.pop()] if running in self.ends[-1:] else []
 
     @not_compiled
     def call_module(

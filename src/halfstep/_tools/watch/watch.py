@@ -192,7 +192,7 @@ class Watch:
     Raises:
         TypeError: ``tell`` is not callable.
 
-    Sync: three per step without a scaler, two per step with a scaler; more in steps 1, 2, 4 ...
+    Sync: three per step without a scaler, two with a scaler; more in skipped steps and steps 1, 2, 4 ...
     """
 
     is_diagnosing = True
@@ -564,10 +564,7 @@ class Watch:
         return True
 
     def _check_buffers(self, step: int, *, is_bad: bool = False) -> bool:
-        """Diagnose a call that made buffers bad, such as running statistics; return whether it did.
-
-        The loss is finite, unless the step ``is_bad`` apart from that.
-        """
+        """Diagnose a call that made buffers bad, also in a step that is bad; return if it did."""
         names = [name for name in _bad_names(self._last_model) if name not in self._went_bad]
         self._went_bad |= dict.fromkeys(names, step)
         if not names or not self._may_look():
@@ -705,8 +702,8 @@ class Watch:
         self.notes.append(f"step {self._step} {was} {why_not}")
         if self._check_buffers(self._step, is_bad=True):
             return
-        is_skipping = (self._scaler or self._loss_scaler) is not None
-        if is_skipping and not is_last:  # later bad steps are skipped and can be traced
+        # With a scaler, later bad steps are skipped and can be traced.
+        if (self._scaler or self._loss_scaler) is not None and not is_last:
             self._live.ask(model, self._step, is_sure=why_not != WAS_FINITE)
         elif not is_left_out:
             self._report(self._seen_only(root))
