@@ -192,7 +192,7 @@ class Watch:
     Raises:
         TypeError: ``tell`` is not callable.
 
-    Sync: three per step without a scaler, two with a scaler; more in skipped steps and steps 1, 2, 4 ...
+    Sync: three per step without a scaler, two with one; more in skipped steps and steps 1, 2, 4 ...
     """
 
     is_diagnosing = True
