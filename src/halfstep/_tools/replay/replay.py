@@ -174,7 +174,7 @@ class Replayer:
                 try:
                     with around or nullcontext():
                         result = take(self._step, run)
-                    _see_ends(observer, result, begins_without=self.is_kept)
+                    _see_ends(observer, result)
                 except _Settled:
                     pass
                 except Exception as error:  # raised by the step; the caller decides
@@ -297,13 +297,13 @@ def _seen_before_hooks(observer: OpObserver, leaves: Iterable[Tensor]) -> Iterat
         yield
 
 
-def _see_ends(observer: OpObserver, result: object, *, begins_without: bool) -> None:
-    """Show the results of a step, and what remains: if it began without gradients, its own."""
+def _see_ends(observer: OpObserver, result: object) -> None:
+    """Show the results of a step, and the gradients that remain after it."""
     with modes.unseen_by_modes():
         for value in values_reached(result, (nn.Module, Optimizer)):
             observer.see_result(value)
         for leaf, before in observer.undo.grads():
-            if leaf.grad is not None and not (begins_without and leaf.grad is before):
+            if leaf.grad is not None:
                 observer.see_remaining(leaf, leaf.grad, is_new=leaf.grad is not before)
 
 
