@@ -23,6 +23,7 @@ from halfstep._tools.cli import main
 from halfstep._tools.record.read import read_run
 from halfstep._tools.run.amp import mixed_precision
 from halfstep._tools.run.stand_ins import replaced
+from halfstep._tools.watch.live import LiveTrace
 from halfstep._tools.watch.watch import Watch
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -816,6 +817,36 @@ def test_one_bad_step_is_diagnosed_once_and_its_replays_are_not_the_scripts() ->
         said = said_by(script)
     assert (found, watch.notes) == ([4], [])
     assert not any("its own autocast" in message for message in said)
+
+
+def test_a_backward_pass_that_ends_an_iteration_is_of_the_next_step() -> None:
+    """As a critic's: the actor's loss leaves it gradients, so the iteration stays open."""
+    critic, actor, x = nn.Linear(4, 1), nn.Linear(4, 4), torch.ones(2, 4)
+
+    def script() -> None:
+        of_critic, of_actor = (torch.optim.SGD(each.parameters()) for each in (critic, actor))
+        for step in range(5):
+            of_critic.zero_grad()
+            out = critic(x)
+            step_on(of_critic, (out * 0).sqrt().mean() if step == 3 else out.mean())
+            of_actor.zero_grad()
+            step_on(of_actor, critic(actor(x)).mean())
+
+    found: list[Any] = []
+    with Watch(tell=lambda diagnosis, step: found.append((step, diagnosis.bad.name))):
+        said_by(script)
+    assert found == [(4, "sqrt")]
+
+
+def test_no_op_of_halfstep_is_to_blame_for_bad_gradients() -> None:
+    trace = LiveTrace(model := nn.Linear(4, 1))
+    with mixed_precision(torch.float16, lambda _: None):
+        step_on(torch.optim.SGD(model.parameters()), model(torch.ones(2, 4)).mean())
+        model.weight.grad.fill_(torch.inf)
+        trace.begin()
+        model(torch.ones(2, 4)).mean().backward()
+    found = trace.end(1.0)
+    assert found is None or "_amp_" not in found.bad.op
 
 
 def test_a_replay_with_a_checkpoint_names_no_inner_module() -> None:

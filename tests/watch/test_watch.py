@@ -70,11 +70,11 @@ class Loop:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def watched(self) -> Watch:
+    def watched(self, model: nn.Module | None = None) -> Watch:
         def tell(found: object, step: int) -> None:
             self.told.append((step, found.verdict))  # type: ignore[attr-defined]
 
-        return halfstep.diagnose(self.scaler, model=self.model, tell=tell)
+        return halfstep.diagnose(self.scaler, model=model or self.model, tell=tell)
 
 
 def large_steps(loop: Loop, large: Iterable[bool]) -> Watch:
@@ -435,6 +435,46 @@ def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     assert "hidden * 1e5" in found.bad.line.text
     assert any("live" in note for note in found.notes)
     assert any("its replay was finite" in note for note in found.notes)
+
+
+def test_a_gradient_that_a_replay_did_not_write_is_not_its_result() -> None:
+    """As of a weight that is frozen after its backward pass: at scale 1 nothing was bad."""
+    loop, large = Loop(init_scale=2.0**16), torch.tensor([[100.0], [-100.0]]).half()
+    model = nn.ParameterDict({"weight": torch.ones(8)})  # read by the loop itself
+    loop.optimizer.add_param_group({"params": (weight := model["weight"])})
+    with loop.watched(model) as watch, warnings.catch_warnings(action="ignore"):
+        for _ in range(4):
+            loop.optimizer.zero_grad()
+            weight.requires_grad_(True)
+            loss = (weight.half() * large).float().mean() + loop.model(loop.x).mean()
+            loop.scaler.scale(loss).backward()
+            weight.requires_grad_(False)
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+    assert (watch.found, loop.scaler.get_scale() < 2.0**16) == ([], True)
+
+
+@pytest.mark.parametrize("kind", ["not replayed", "left out", "search for a scale"])
+def test_buffers_that_a_skipped_step_made_bad_are_not_told_as_the_next_steps(kind: str) -> None:
+    class Normed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            assert is_search or not is_replaying()
+            seen = self.norm(self.first(x))
+            return self.last(self.first(x.nan_to_num()) if is_search else seen)
+
+    is_search = kind == "search for a scale"
+    loop = Loop(init_scale=2.0**24 if is_search else 256.0)
+    loop.model, (x, told) = Normed(), (loop.x, loop.told)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    with loop.watched() as watch, warnings.catch_warnings(action="ignore"):
+        for number in range(1, 15):
+            loop.x = x.clone()
+            loop.x[1] *= math.nan if number == 2 else 1.0
+            if kind != "left out" or loop.model(loop.x).sum().isfinite():
+                loop.step()
+    (found,) = watch.found
+    assert told == [(2, "data")]
+    assert ("the loss of this step is finite" in str(found)) == is_search
 
 
 def test_a_gradient_that_no_op_wrote_is_not_called_an_old_one() -> None:

@@ -237,7 +237,8 @@ class BlameTracker(OpObserver):
             ends = ends or self._results
         if not ends and has_failed:
             return self.first
-        ends = ends or self._stepped or [blame for _, blame in self._remaining]
+        # Kept calls begin without gradients, so those that remain are of the pass of the loop.
+        ends = ends or self._stepped or [blame for _, blame in self._remaining if not is_kept]
         # Prefer ops of this rank to tensors received from others.
         ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
         return min(ends, key=lambda blame: blame.number, default=None)

@@ -27,6 +27,7 @@ from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modules import GLOBAL_BACKWARD_HOOKS
 from halfstep._scaler import GradScaler, LossScale, access
 from halfstep._tools.patches import Patches, ThreadFlag
+from halfstep._tools.replay.observer import restoring
 from halfstep._tools.run.amp_forward import ScriptState
 
 
@@ -47,7 +48,8 @@ class ScaledPass:
         self._leaves.update((id(leaf), leaf) for leaf in new)
         held = collect(new)
         if held.grads:
-            held.multiply_(self.by)
+            with restoring.on():
+                held.multiply_(self.by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
         """Unscale the gradients so far of some leaves, by default of all that remain. 2 G."""
@@ -365,7 +367,8 @@ class FreshGradients:
         for group in shared.values():
             gradients = collect(group)
             if gradients.grads:
-                found = gradients.unscale_(of.by, can_amplify=of.scale.can_amplify)
+                with restoring.on():
+                    found = gradients.unscale_(of.by, can_amplify=of.scale.can_amplify)
                 pairs = zip(gradients.params, gradients.grads, strict=True)
                 refs = [
                     (weakref.ref(param), weakref.ref(grad), version_of(grad))

@@ -301,8 +301,8 @@ class CallLog:
         return more
 
     def given_bad(self) -> tuple[KeptCall, Tensor] | None:
-        """Return the first call of a module with a bad tensor that no kept call made."""
-        calls = (reference() for reference in (*self._old, *self._new))
+        """Return the first call of a module, in this or a just ended step, with bad data."""
+        calls = (reference() for reference in self._new or self._old)
         for call in filter(None, calls):
             if isinstance(call.function, nn.Module):
                 for given in call.given:

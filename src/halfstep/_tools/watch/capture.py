@@ -161,6 +161,11 @@ class Capture(TopLevelCalls):
         self.ends = []
         self.log.begin()
 
+    def take_running(self) -> list[KeptCall]:
+        """Remove the call of ``backward`` that runs now, if any, which is of the next step."""
+        running = None if self.log.raised is None else self.log.raised.call
+        return [self.ends.pop()] if running in self.ends[-1:] else []
+
     @not_compiled
     def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any

@@ -192,7 +192,7 @@ class Watch:
     Raises:
         TypeError: ``tell`` is not callable.
 
-    Sync: three per step without a scaler, two per step with a scaler; more in steps 1, 2, 4 ...
+    Sync: three per step without a scaler, two with one; more in skipped steps and steps 1, 2, 4 ...
     """
 
     is_diagnosing = True
@@ -310,6 +310,7 @@ class Watch:
         """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return
+        running = self._capture.take_running()  # as `--amp` may end an iteration in backward
         kind, bad = self._skips.setdefault(scaler, Skips()).judge(outcomes)
         skipped = [outcome for outcome in outcomes if not outcome.taken]
         step = self._running
@@ -329,7 +330,8 @@ class Watch:
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
         with self._about(is_counted=True):
-            self._end_step(scale, is_bad=bool(bad))
+            self._end_step(scale, is_bad=bool(bad), is_skipped=bool(skipped))
+        self._capture.ends += running
         self._steps.count(*(each.optimizer for each in (*outcomes, *left_out) if each.optimizer))
 
     def _note_clipping(self, max_norm: float) -> None:
@@ -561,25 +563,27 @@ class Watch:
                 self._report(event, step)
         return True
 
-    def _check_buffers(self, step: int) -> None:
-        """Diagnose a call that made buffers bad, such as running statistics, of a finite loss."""
+    def _check_buffers(self, step: int, *, is_bad: bool = False) -> bool:
+        """Diagnose a call that made buffers bad, also in a step that is bad; return if it did."""
         names = [name for name in _bad_names(self._last_model) if name not in self._went_bad]
         self._went_bad |= dict.fromkeys(names, step)
         if not names or not self._may_look():
-            return
-        if (given := self._capture.log.given_bad()) is None:
-            ends, scale = self._capture.ends or self._running.ends_before, self._scale
-            found = of_buffers(names, ends, self._last_model, scale, self._seconds)
-        else:
+            return False
+        found = None
+        if (given := self._capture.log.given_bad()) is not None:
             call, tensor = given
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
             cure = Cure("data", text, remarks=(SPOILT.format(names=names_text(names)),))
-            notes = (f"the loss of this step is finite; the call: {where}",)
+            notes = (f"{'' if is_bad else 'the loss of this step is finite; '}the call: {where}",)
             found = Diagnosis("data", tensor=name, cure=cure, notes=notes)
+        elif not is_bad:
+            ends, scale = self._capture.ends or self._running.ends_before, self._scale
+            found = of_buffers(names, ends, self._last_model, scale, self._seconds)
         if found is not None:
             self._of_steps.add(step)
             self._report(found, step)
+        return found is not None
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
@@ -606,12 +610,15 @@ class Watch:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def _end_step(self, scale: float | None, *, is_bad: bool) -> None:
+    def _end_step(self, scale: float | None, *, is_bad: bool, is_skipped: bool = False) -> None:
         try:
+            may_be_bad = is_bad or self._running.is_bad or self._live.is_on
             if self._live.is_on:
                 self._end_live(scale)
             elif is_bad:
                 self._look(self._capture.ends, scale)
+            if is_skipped:  # its buffers are not those of the next step
+                self._check_buffers(self._step, is_bad=may_be_bad)
             self._was_finite = not (is_bad or self._running.is_bad)
             self._is_spoiled &= not self._was_finite
             self._carried.measure(self._step)
@@ -693,8 +700,10 @@ class Watch:
             return
         was = "went bad;" if why_not == WAS_FINITE else "was not replayed:"
         self.notes.append(f"step {self._step} {was} {why_not}")
-        is_skipping = (self._scaler or self._loss_scaler) is not None
-        if is_skipping and not is_last:  # later bad steps are skipped and can be traced
+        if self._check_buffers(self._step, is_bad=True):
+            return
+        # With a scaler, later bad steps are skipped and can be traced.
+        if (self._scaler or self._loss_scaler) is not None and not is_last:
             self._live.ask(model, self._step, is_sure=why_not != WAS_FINITE)
         elif not is_left_out:
             self._report(self._seen_only(root))
@@ -781,7 +790,7 @@ class Watch:
             found = replace(found, bad=replace(bad, module=name))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and is_of_the_model(found))
-        if self.found and is_left and found.verdict == "data":
+        if self.found and is_left and found.verdict in ("data", "unknown"):
             return  # left over from a bad step whose diagnosis was reported
         if not self._is_known(found):
             self.found.append(found)
