@@ -363,6 +363,19 @@ def test_where_it_began(bad: tuple[str, ...], began_in: str, tmp_path: Path) -> 
     assert read_run(tmp_path).culprits[0].began_in == began_in
 
 
+def test_gradients_that_a_clip_by_nan_made_nan_began_nowhere(tmp_path: Path) -> None:
+    model = Owner()
+    (optimizer,) = sgd(model)
+    with halfstep.record(tmp_path):
+        halfstep.guard(optimizer, on_skips=lambda _: None)
+        model(torch.ones(1, 2)).sum().backward()
+        model.embed.weight.grad[0, 0] = math.nan
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert read_run(tmp_path).culprits[0].num_parameters == 4
+    assert read_run(tmp_path).culprits[0].began_in is None
+
+
 # --- the file -------------------------------------------------------------------------------------
 
 

@@ -380,7 +380,7 @@ RUNS = {
     "bad from the first step": short(
         *(step(n, loss=math.nan) for n in range(1, 21)),
         sample(20, [tensor("parameter", "head.weight", counted({}, nan=9))]),
-        records.buffers(1, "bn.running_mean"),
+        *(records.buffers(n, *BUFFERS[:n]) for n in (1, 2)),
     ),
     "inf, and other skips": run(step(50, loss=math.inf), *map(skip, range(60, 70))),
     "skips, watched without a diagnosis": run(

@@ -547,6 +547,9 @@ class Recorder:
             return  # too late: the gradients no longer exist
         if not names:
             return  # the culprits are on another rank
+        norm = self._norm_of(outcome.optimizer)
+        if norm is not None and norm.isnan():  # a clip by it has made all of them NaN
+            began_in = None
         self._write_of_step(
             "culprits",
             optimizer=outcome.optimizer_name,

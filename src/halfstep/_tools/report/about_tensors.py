@@ -205,6 +205,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         return
     step, is_skipped = found.step, found.step in summary.steps.skipped
     when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
+    when = f", {found.num_first} of them {when}" if found.num_first < found.num else f" {when}"
     checked = (each for each in summary.sampled if each < step)  # they were finite then
     good = step - 1 if is_skipped else max(checked, default=0)
     good = min(good, (summary.first_in_doubt or step) - 1)
@@ -225,7 +226,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         this_model = f" For this model, {load}reset the buffers", *of_norms, "."
     yield say(
         "bad",
-        f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
+        f"{things(found.num, 'buffer')} of the model became inf or NaN{when}",
         f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
         *names(found.names, num=found.num),
         f". Evaluations {use} {'it' if found.num == 1 else 'them'}",

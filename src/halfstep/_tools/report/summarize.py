@@ -308,6 +308,7 @@ def _buffers(run: Run) -> BadBuffers | None:
         names=tuple(dict.fromkeys(name for last, *_ in left for name in last.names)),
         num=left[0][0].num_buffers,
         step=min(end[-1].step for end in left),
+        num_first=left[0][-1].num_buffers,
         ranks=tuple(sorted(end[0].rank for end in left)),
     )
 

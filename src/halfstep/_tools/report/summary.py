@@ -208,11 +208,13 @@ class BadBuffers:
         names: At most 20 names from each of these ranks.
         num: Their number on the first of these ranks.
         step: The iteration in which buffers were first seen to be so, and stayed so.
+        num_first: Their number then, on the first of these ranks.
     """
 
     names: tuple[str, ...]
     num: int
     step: int
+    num_first: int
     ranks: tuple[int, ...]
 
 
