@@ -212,16 +212,41 @@ def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> No
     assert found.verdict == "data"
 
 
-def test_what_a_hook_keeps_is_made_again_and_put_back() -> None:
-    model, kept, seen = nn.Linear(4, 1), list[Tensor](), list[Tensor]()
-    model.register_forward_hook(lambda *given: kept.append((-given[-1].square()).log()))
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_what_a_hook_keeps_is_made_again_and_put_back(num_good: int) -> None:
+    model, kept, seen = nn.Linear(4, 1), dict[str, Tensor](), list[Tensor]()
+    signs = iter([1.0] * num_good + [-1.0] * 99)
+
+    def keep(*given: Any) -> None:
+        kept["log"] = (next(signs) * given[-1].square()).log()
+
+    model.register_forward_hook(keep)
 
     def loss_of() -> Tensor:
-        seen.append(model(torch.ones(2, 4)))
-        return kept[0].mean()
+        model(torch.ones(2, 4))
+        seen[:] = [kept["log"]]
+        return kept["log"].mean()
+
+    scaler, losses = halfstep.GradScaler(init_scale=16.0), [loss_of] * (num_good + 1)
+    (found,) = scaled_losses(model, scaler, losses).found
+    assert (found.verdict, found.bad and found.bad.op) == ("maths", "log")
+    assert kept["log"] is seen[0]
+
+
+class Store:
+    kept: Tensor
+
+
+def test_what_a_hook_keeps_in_a_class_is_read_as_data() -> None:
+    model = nn.Linear(4, 1)
+    model.register_forward_hook(lambda *given: setattr(Store, "kept", -given[-1].square()))
+
+    def loss_of() -> Tensor:
+        return (model(torch.ones(2, 4)) * 0 + Store.kept).log().mean()
 
     (found,) = scaled_losses(model, halfstep.GradScaler(init_scale=16.0), [loss_of]).found
-    assert (found.verdict, found.bad and found.bad.op, len(kept)) == ("maths", "log", len(seen))
+    assert (found.verdict, found.bad and found.bad.op) == ("maths", "log")
+    assert isinstance(Store.kept, Tensor)  # the namespace of a class is not written to
 
 
 def test_a_scale_that_finds_its_place_is_no_fault() -> None:

@@ -63,6 +63,4 @@ def to_plain(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    if isinstance(value, Struct):
-        return to_plain(asdict(value))
-    return value
+    return to_plain(asdict(value)) if isinstance(value, Struct) else value

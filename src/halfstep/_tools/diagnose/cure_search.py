@@ -786,9 +786,7 @@ def _of_placed(
 
 def _of_changes(changes: Sequence[Edited]) -> Cure:
     lines = edited_lines(changes)
-    if lines is None:
-        return Cure("code", in_words(changes))
-    return pasted(lines)
+    return Cure("code", in_words(changes)) if lines is None else pasted(lines)
 
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:

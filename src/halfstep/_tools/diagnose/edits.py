@@ -199,6 +199,12 @@ def _smoothed(value: Any, eps: float) -> str | None:
     return f"F.softplus({{}}) + {eps:g}" if value.dtype in HALVES else "F.softplus({})"
 
 
+def _normalized(dim: int, value: Any, eps: float) -> str | None:
+    """Normalise an output; weights would become other weights."""
+    is_output = isinstance(value, Tensor) and value.requires_grad and not parameter_in(value)
+    return f"F.normalize({{}}, dim={dim})" if is_output else None
+
+
 def _of_weights(text: str) -> Expression:
     """Edit what is computed of weights; data would become other data."""
     return lambda value, eps: text if isinstance(value, Tensor) and value.requires_grad else None
@@ -403,7 +409,7 @@ def _normed(value: Any, eps: float) -> str | None:
     return "F.layer_norm({0}, {0}.shape[-1:])" if is_matrix else None
 
 
-_COSINE = [Edit((at,), _of_weights(f"F.normalize({{}}, dim={d})")) for at, d in ((0, -1), (1, -2))]
+_COSINE = [Edit((at,), partial(_normalized, d)) for at, d in ((0, -1), (1, -2))]
 OF_OUTPUTS = dict.fromkeys(("matmul", "mm"), tuple(_COSINE))
 """The edits of a product of two outputs, as of a contrastive loss."""
 NORM = Edit((0,), _normed)  # a norm of what a call reads, if that grows from call to call

@@ -224,7 +224,8 @@ def _elsewhere(program: Program, lowered: str) -> str:
     devices = set().union(*moves)
     if moves and all(moves):
         # `autocast("cuda")` disables itself if there is no GPU.
-        is_open = lowered == "cuda" or "is_available" not in program.words
+        is_chosen = any(len(each) > 1 for each in moves) and "is_available" not in program.words
+        is_open = lowered == "cuda" or is_chosen
         is_right = lowered in devices and (is_open or len(devices) == 1)
         others = " or ".join(sorted(devices - {lowered}))
         return "" if is_right else f"the model is moved to {others}"

@@ -304,6 +304,7 @@ def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
         norm=next(norms, None),
         loss=_mean(list(losses.values())),
         share_lost_updates=share_lost(alike.values()),
+        updates=sum(step.updates or 0 for step in alike.values()) or None,
         rank=next(ranks, None),
         bad_losses=tuple(rank for rank, loss in losses.items() if not math.isfinite(loss)),
     )

@@ -196,9 +196,11 @@ class Recorder:
     def _weigh(self, root: Tensor, factor: Tensor | None) -> None:
         """Count scaled losses as their backward passes multiply them, which add up."""
         found = dict(_scalings(root, self._places))
-        (place, scaling), *others = found.items() or [(-1, None)]
+        if len(found) != 1 or root.numel() != 1:
+            return
+        ((place, scaling),) = found.items()
         is_alone = scaling is root.grad_fn and [*self._places.values()].count(place) == 1
-        if others or root.numel() != 1 or (is_alone and factor is None):
+        if is_alone and factor is None:
             return
         if (scale := autograd.saved_by(scaling).get("other")) is None:
             return

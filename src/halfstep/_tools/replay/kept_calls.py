@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -27,7 +26,6 @@ from halfstep._pytorch import autograd, modes
 from halfstep._scaler import GradScaler, Static
 from halfstep._tools.measure import bytes_of
 from halfstep._tools.replay.observer import restoring
-from halfstep._tools.replay.undo import restore_container
 from halfstep._tools.user_code import CALLED_AGAIN, Place
 
 LARGEST_COPY = 2**26
@@ -386,15 +384,11 @@ def call_again(
     for module in modules:
         module.zero_grad()
     is_scaled = any(call.function is scale for call in calls)
-    try:
-        for call in calls:
-            by_run = scaler if call.function is scale else None
-            if by_run is None and call.name == "backward" and not is_scaled:
-                by_run = scaler  # `halfstep run --amp` scales inside backward
-            made[call] = _again(call, made, by_run)
-    finally:
-        for holder, _, before in chain(*(given.places for call in calls for given in call.given)):
-            restore_container(holder, before)
+    for call in calls:
+        by_run = scaler if call.function is scale else None
+        if by_run is None and call.name == "backward" and not is_scaled:
+            by_run = scaler  # `halfstep run --amp` scales inside backward
+        made[call] = _again(call, made, by_run)
     if root is None:
         return made[calls[-1]]
     value = made[root.call][root.position]

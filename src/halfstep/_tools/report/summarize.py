@@ -304,11 +304,13 @@ def _buffers(run: Run) -> BadBuffers | None:
     left = [end for end in ends if end]
     if not left:
         return None
+    last, first = min(((end[0], end[-1]) for end in left), key=lambda pair: pair[1].step)
+    is_whole = last is left[0][0] and last.num_buffers == len(last.names)
     return BadBuffers(
         names=tuple(dict.fromkeys(name for last, *_ in left for name in last.names)),
         num=left[0][0].num_buffers,
-        step=min(end[-1].step for end in left),
-        num_first=left[0][-1].num_buffers,
+        step=first.step,
+        num_first=len({*last.names} & {*first.names}) if is_whole else left[0][0].num_buffers,
         ranks=tuple(sorted(end[0].rank for end in left)),
     )
 

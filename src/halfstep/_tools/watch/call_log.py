@@ -46,6 +46,7 @@ from halfstep._tools.replay.kept_calls import (
     set_part,
     why_not_again,
 )
+from halfstep._tools.replay.undo import restore_container
 from halfstep._tools.user_code import Place, is_users, only_stacks, user_place, whole_model
 from halfstep._tools.watch.bad_steps import are_finite, have_finite_values
 
@@ -115,6 +116,7 @@ class CallLog:
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._last: deque[KeptCall] = deque(maxlen=MOST_KEEPERS)  # of modules, in this step
+        self._put: list[tuple[list[Given], Any, Any]] = []  # what reads a holder, it, and its copy
         self._before = self._first = self._num_copied = self._num_held = 0
         # The last call in this step in which the loop wrote to a tensor, without the tensor, and
         # where it ever wrote inf or NaN.
@@ -288,17 +290,30 @@ class CallLog:
         with unseen():
             for whole in gc.get_referrers(*kept) if kept and self._last else ():
                 holder = whole if type(whole) is list else items_of(whole)
-                if whole is kept or (type(holder) is dict and "__builtins__" in holder):
-                    continue  # what a script itself holds is data
+                is_of_hooks = type(holder) is dict  # a list is, if the loop puts nothing there
+                if type(holder) is list and whole is not kept:
+                    is_of_hooks = all(id(item) in places for item in holder)
+                if not is_of_hooks or {"__builtins__", "__module__"} & items_of(holder).keys():
+                    continue  # what a script or a class holds is data
+                before = holder.copy()
+                self._put.append((given, holder, before))
                 for key, item in items_of(holder).items():
                     if id(item) in places:
-                        places[id(item)].append((holder, key, holder.copy()))
+                        places[id(item)].append((holder, key, before))
         more = needed_for([*calls, *self._last])
         if not any(places.values()) or has_ranks() or why_not_again(more) is not None:
             return calls  # or several ranks would wait for each other
         for each in given:
             each.places = places.get(id(each.original()), ())
         return more
+
+    def put_back(self) -> None:
+        """Restore what repeated calls have put where hooks keep tensors."""
+        for given, holder, before in self._put:
+            restore_container(holder, before)
+            for each in given:
+                each.places = ()
+        self._put.clear()
 
     def given_bad(self) -> tuple[KeptCall, Tensor] | None:
         """Return the first call of a module, in this or a just ended step, with bad data."""

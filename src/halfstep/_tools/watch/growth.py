@@ -311,8 +311,10 @@ class Growth:
                     hints.append(of_high_rate(optimizer, growths, clips=not hints))
                 text = "\nor ".join(hints)
             if wrote:
-                first = f"first check this line, which wrote to it outside of a step of {name}"
-                text = f"{first}: {wrote}\nor {text}"
+                check = f"check this line, which wrote to it outside of a step of {name}: {wrote}"
+                # A step of Adam and its like is no longer than its rate allows.
+                is_short = any("betas" in group for group in optimizer.param_groups)
+                text = f"first {check}\nor {text}" if is_short else f"{text}\nor {check}"
             return replace(found, happened=event, cure=Cure("code", text))
         return None
 

@@ -662,7 +662,10 @@ class Watch:
         usual = replace(usual, max_norm=self._max_norm, step=again, is_known=self._is_known)
         usual = replace(usual, loss=None, size=None) if is_other else usual
         calls = self._capture.log.with_keepers(calls)
-        found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
+        try:
+            found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
+        finally:
+            self._capture.log.put_back()
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
             found = None if root is None else self._diagnosis_of(root, scale)
