@@ -274,6 +274,16 @@ def test_a_limit_that_hides_large_values_is_told_as_such(tmp_path: Path) -> None
         assert "".join(found.cure.remarks).count(said) == 1
 
 
+def test_a_product_with_weights_is_not_made_a_cosine(tmp_path: Path) -> None:
+    head = """
+torch.manual_seed(0)
+w, v = nn.Parameter(torch.randn(4, 8) * 30), nn.Parameter(torch.randn(8, 1))
+x, y = torch.randn(16, 4), torch.rand(16, 1)
+"""
+    body = "h = torch.relu(x @ w)\nloss = (torch.exp(h @ v) - y).square().mean()"
+    assert "normalize" not in str(diagnosed(body, tmp_path, head).cure)
+
+
 HALF_LOOP = """
 import torch
 from torch import nn

@@ -201,8 +201,8 @@ def _smoothed(value: Any, eps: float) -> str | None:
 
 def _normalized(dim: int, value: Any, eps: float) -> str | None:
     """Normalise an output; weights would become other weights."""
-    is_output = isinstance(value, Tensor) and value.requires_grad and not parameter_in(value)
-    return f"F.normalize({{}}, dim={dim})" if is_output else None
+    is_made = isinstance(value, Tensor) and value.requires_grad and parameter_in(value) is None
+    return f"F.normalize({{}}, dim={dim})" if is_made else None
 
 
 def _of_weights(text: str) -> Expression:
