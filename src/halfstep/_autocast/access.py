@@ -26,7 +26,6 @@ def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
 
 
 def settings_of(context: Region) -> Settings:
-    """Return the settings that a context was made with."""
     return context._settings
 
 

@@ -25,8 +25,6 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Found(NamedTuple):
-    """The tensors of a module."""
-
     dtypes: frozenset[torch.dtype]  # of its floating-point parameters and buffers
     # Tensors that are cast like parameters: those in place of parameters, in
     # torch.func.functional_call and as attributes; the buffers of parametrizations.

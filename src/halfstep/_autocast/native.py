@@ -51,13 +51,10 @@ class _Watch:
         self.resume()
 
     def resume(self) -> None:
-        """Watch the next contexts."""
         self.needs_kernels, self.left = True, NUM_WATCHED
 
 
 class Products:
-    """The products on a device type."""
-
     def __init__(self, device: str) -> None:
         self._key = dispatch.autocast_key(device)
         self._kernels: dict[str, Kernel] = {}

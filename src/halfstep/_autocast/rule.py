@@ -228,5 +228,4 @@ def canonical(name: str) -> str:
 
 
 def is_in_place(op: str) -> bool:
-    """Return whether a name is that of an in-place op."""
     return op.endswith("_") and not op.endswith("__")

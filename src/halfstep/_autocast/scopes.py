@@ -108,7 +108,6 @@ def switches(device: str) -> amp.Switches:
 
 
 def policies() -> Policies:
-    """Return the active policies of this thread."""
     return current().policies or ambient
 
 

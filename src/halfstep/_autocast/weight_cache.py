@@ -44,8 +44,6 @@ def _marks(weight: Tensor) -> _Marks:
 
 
 class _Entry:
-    """The cast of a weight to one dtype."""
-
     __slots__ = ("cast", "marks", "storage")
 
     def __init__(self) -> None:

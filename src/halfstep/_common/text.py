@@ -56,7 +56,6 @@ def say(
     evidence: str = "",
     follows: bool = False,
 ) -> Sentence:
-    """Return a sentence made of parts; see :class:`Sentence`."""
     return Sentence(severity, what, tuple(cure), evidence, follows)
 
 
@@ -73,7 +72,6 @@ def names(of: Iterable[str], most: int = 3, num: int = 0) -> Iterator[str | Code
 
 
 def names_text(of: Iterable[str]) -> str:
-    """Return names as :func:`names` lists them."""
     return "".join(each if isinstance(each, str) else each.text for each in names(of))
 
 

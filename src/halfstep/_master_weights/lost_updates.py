@@ -58,8 +58,6 @@ class Counted(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """A parameter before a step."""
-
     param: Tensor
     weight: Tensor  # inspected entries of the weight behind it
     has_gradient: Tensor | None  # by entry, whether it is nonzero; None with a closure
@@ -210,14 +208,12 @@ class lost_updates:
         return f"lost_updates({type(self._optimizer).__name__})"
 
     def __enter__(self) -> Self:
-        """Start counting."""
         # Global hooks, since wrappers and containers of optimizers may have none of their own.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop counting."""
         self._hooks.close()
         self._steps.clear()
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.usage = "halfstep run [options] [-m] target [arguments ...]"
     parser.allow_abbrev = False  # an abbreviation may be an option of the script
     parser.add_argument(

@@ -27,7 +27,6 @@ _NO_SAVE = re.compile(r"load|resume|restart|restore|recover|print|isinstance", r
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield problems with the calls of an iteration."""
     for root in program.roots:
         if any(program.is_backward(site) or site.method == "step" for site in root.sites):
             walk = _IterationWalk(program, root)
@@ -148,14 +147,12 @@ class _IterationWalk(Walk):
         self._mattering: dict[ast.AST, bool] = {}
 
     def run(self, root: ast.Module | Function, *states: Iteration) -> list[Iteration]:
-        """Walk through a root from these states, and return the final states."""
         self._mattering.clear()
         return super().run(root, *states)
 
     # --- overridden hooks -------------------------------------------------------------------------
 
     def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
-        """Return whether anything inside a statement or function, or ``ends``, changes paths."""
         found = self._mattering.get(node)
         if found is None:
             self._mattering[node] = False  # in case functions call each other
@@ -178,7 +175,6 @@ class _IterationWalk(Walk):
         return isinstance(node, ends)
 
     def after_call(self, site: Site, path: Path) -> Iteration:
-        """Return the state after a call."""
         now: Iteration = path.state
         kind = self._kinds.get(site.call)
         if kind is None:

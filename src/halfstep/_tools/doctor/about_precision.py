@@ -27,7 +27,6 @@ _LIBRARIES = ("torch.nn.", "torchvision.models.", "timm.", "transformers.")
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield problems with autocast regions and lowered parameters."""
     yield from _backward_inside(program)
     yield from _without_scaler(program)
     yield from _never_lowered(program)

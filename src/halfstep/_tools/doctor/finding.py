@@ -43,7 +43,6 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """The severity of its id."""
         return CATALOG[self.id]
 
     @property
@@ -52,7 +51,6 @@ class Finding:
         return f"halfstep doctor --explain {self.id}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, including severity and docs."""
         own = asdict(self) | {"names": list(self.names)}
         return {**own, "severity": self.severity, "docs": self.docs}
 
@@ -94,7 +92,6 @@ class Checkup(tuple[Finding, ...]):
         return self.worst in ("notice", "good")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
         return {"worst": self.worst, "findings": [finding.to_json() for finding in self]}
 
     def __str__(self) -> str:

@@ -28,8 +28,6 @@ AS_GOOD = 0.8
 
 @dataclass(frozen=True)
 class Advice:
-    """A precision and the reason for it, in one sentence."""
-
     precision: Precision
     reason: str
 

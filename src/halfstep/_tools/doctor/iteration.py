@@ -98,7 +98,6 @@ def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> I
 
 
 def after_unscale(now: Iteration, call: Call, report: Report) -> Iteration:
-    """Return the state after ``scaler.unscale_(optimizer)``."""
     lines, is_stepped = call.lines_in(now.unscaled), bool(call.lines_in(now.stepped))
     # If both calls are repeated in the next pass of a loop, `update` is what is missing.
     if call.is_one and (lines or is_stepped) and not (is_stepped and call.line in lines):
@@ -156,7 +155,6 @@ def _are_beside(one: str, other: str) -> bool:
 
 
 def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
-    """Return the state after ``optimizer.step()``."""
     steps = now.steps_of(call.optimizer)
     is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
     is_late = bool(now.used) and min(now.losses, default=0) <= 0  # others may have used them
@@ -173,7 +171,6 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
 
 
 def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
-    """Return the state after ``scaler.update()``."""
     is_checked = any(scaler == call.scaler for scaler, *_ in now.unscaled | now.stepped)
     if now.is_scaled and not now.used and not is_checked:
         report("update-before-step", call.line, optimizer="optimizer", **call.names)
@@ -186,7 +183,6 @@ def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
 
 
 def after_zero_grad(now: Iteration) -> Iteration:
-    """Return the state after gradients were dropped."""
     return replace(now, is_dropped=bool(now.losses) and not now.used)
 
 

@@ -16,8 +16,6 @@ Bindings: TypeAlias = "dict[str, list[Written | None]]"
 
 @dataclass(eq=False)
 class NameScope:
-    """The names of a file or a function."""
-
     node: ast.Module | Function
     parent: NameScope | None
     class_name: str = ""  # the class around the function
@@ -32,7 +30,6 @@ class NameScope:
         return {arg.arg for arg in ast.iter_child_nodes(self.node.args) if isinstance(arg, ast.arg)}
 
     def lookup(self, name: str) -> list[Written | None]:
-        """Return the possible bindings of a name that is used here."""
         scope = self.where(name)
         return [] if scope is None else scope.bindings[name]
 
@@ -41,7 +38,6 @@ class NameScope:
         return next((each for each in self._outward() if name in each.bindings), None)
 
     def function(self, name: str) -> Function | None:
-        """Return the function that a name used here refers to."""
         for scope in self._outward():
             if name in scope.functions or name in scope.bindings:
                 return scope.functions.get(name)
@@ -55,8 +51,6 @@ class NameScope:
 
 
 class FileNames:
-    """All names of a file."""
-
     def __init__(self, tree: ast.Module) -> None:
         self.imports: dict[str, str] = {}  # full names: {"F": "torch.nn.functional"}
         self.scopes: dict[ast.AST, NameScope] = {}  # for the file and each function
@@ -206,7 +200,6 @@ def passed_to(function: Function, call: ast.Call) -> dict[str, ast.expr]:
 
 
 def arguments(call: ast.Call) -> list[ast.expr]:
-    """Return all arguments of a call."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 

@@ -47,14 +47,11 @@ _Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 
 class Here(NamedTuple):
-    """The current place of a walk."""
-
     scope: NameScope
     statement: ast.AST
     inside: Inside
 
     def within(self, *around: Around) -> Here:
-        """Return the place inside further constructs."""
         return self._replace(inside=(*self.inside, *around))
 
 
@@ -95,15 +92,12 @@ class Walk:
         return True
 
     def after_call(self, site: Site, path: Path) -> Any:
-        """Return the state after a call."""
         return path.state
 
     def after_assignment(self, key: str, state: Any) -> Any:
-        """Return the state after an assignment to a variable."""
         return state
 
     def after_failure(self, state: Any) -> Any:
-        """Return the state after an exception was caught."""
         return state
 
     # --- statements -------------------------------------------------------------------------------

@@ -51,8 +51,6 @@ class Built:
 
 
 class Program:
-    """A parsed source file."""
-
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.meaning = Meaning(tree)
@@ -85,7 +83,6 @@ class Program:
 
     @property
     def imported(self) -> set[str]:
-        """The full names of the file's imports."""
         return set(self.meaning.names.imports.values())
 
     @cached_property
@@ -126,7 +123,6 @@ class Program:
     # --- kinds of calls ---------------------------------------------------------------------------
 
     def is_backward(self, site: Site) -> bool:
-        """Return whether a call runs a backward pass."""
         if site.method != "backward":
             return False
         is_inherited = isinstance(site.owner, ast.Call) and dotted(site.owner.func) == "super"
@@ -230,7 +226,6 @@ class Program:
         return next((n for s, n in arms if self.meaning.switch(s, site.scope) in switches), None)
 
     def updates(self, scaler: str) -> bool:
-        """Return whether the file updates a scaler."""
         return any(s.method == "update" and dotted(s.owner) == scaler for s in self.sites)
 
 

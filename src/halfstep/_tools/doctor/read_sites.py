@@ -27,7 +27,6 @@ class Around:
 
     @property
     def line(self) -> int:
-        """Its line in the file."""
         return int(getattr(self.node, "lineno", 0))
 
 
@@ -36,8 +35,6 @@ Inside: TypeAlias = tuple[Around, ...]  # the constructs around a call, outermos
 
 @dataclass(frozen=True)
 class Site:
-    """A call and its surroundings."""
-
     call: ast.Call
     scope: NameScope  # names that are visible there
     statement: ast.AST  # statement that contains the call
@@ -45,7 +42,6 @@ class Site:
 
     @property
     def line(self) -> int:
-        """Its line in the file."""
         return self.call.lineno
 
     @property
@@ -93,7 +89,6 @@ class Site:
 
     @property
     def has_grad(self) -> bool:
-        """Whether gradients are recorded."""
         return all([around.grad for around in self.inside if around.kind == "grad"][-1:])
 
     def around(self, kind: AroundKind) -> list[ast.AST]:
@@ -124,8 +119,6 @@ MIXED = "<mixed precision>"  # the name of all conditions that decide whether th
 
 @dataclass(frozen=True)
 class Path:
-    """A path through the code."""
-
     state: Any  # hashable state of a walk
     # The conditions that hold (0) or do not hold (1), by their text.
     facts: Mapping[str, int] = field(default_factory=dict)

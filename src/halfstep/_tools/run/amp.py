@@ -106,7 +106,6 @@ def _noting_steps(script: ScriptState) -> AbstractContextManager[object]:
 
 
 def _switch_off_for_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:
-    """Switch off if the script has its own scaler."""
 
     def look(scaler: Any) -> None:
         if not script.is_training or scaler is ours:

@@ -119,8 +119,6 @@ class ModuleCall(NamedTuple):
 
 
 class ThreadState(threading.local):
-    """State of one thread."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, ModuleCall]] = []  # running, outermost first
         self.ruled: list[RuledOp] = []  # the nested ops that run by a rule, outermost first
@@ -215,8 +213,6 @@ def _rule_of_island(module: str) -> str | None:
 
 @dataclass
 class RuledOp:
-    """An op that runs by a rule."""
-
     op: str
     rule: Rule
     lower: str  # the lower precision of autocast

@@ -219,7 +219,6 @@ _LONGEST_RULE = 26
 
 
 def table_of(rows: Sequence[Row], footer: Iterable[str]) -> str:
-    """Return rows by phase and module as text; equal calls share a line."""
     lines: list[TableLine] = [_TABLE_HEAD]
     by_phase = grouped(rows, lambda row: row.phase)
     for phase in filter(by_phase.get, PHASES):
@@ -271,7 +270,6 @@ def _cells(rows: Sequence[Row]) -> Iterator[TableLine]:
 
 
 def total_text(rows: Sequence[Row]) -> str:
-    """Format the number and the total cost of some ops."""
     num_ops = sum(not row.is_cast_only for row in rows)
     casts = things(sum(len(row.casts) for row in rows), "cast")
     moved = bytes_text(sum(row.cast_bytes for row in rows))

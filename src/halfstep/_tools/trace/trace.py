@@ -183,14 +183,12 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         super().__init__(RunningModules(model))
 
     def rows(self) -> tuple[Row, ...]:
-        """Return all rows so far."""
         self._write_by_hand(self.of_thread.casts)
         self.of_thread.casts = []
         return tuple(self._rows)
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
-        """Attribute the ops in the block to ``op``, which runs by ``rule``."""
         self.policies[str(policy.policy)] = None
         with self.places.under(op, rule, policy) as ruled:
             try:

@@ -36,8 +36,6 @@ Examples: ``"blocks.0.mlp"``, ``"softmax@blocks.0.attn"``, ``"cross_entropy_loss
 
 @dataclass(frozen=True)
 class IslandTrial:
-    """The result of a model with some islands."""
-
     num_failing: int  # modules out of bounds, and 1 more if the loss is not finite
     origins: tuple[str, ...]  # the modules where failures begin; ops if outside of modules
     suspects: tuple[str, ...]  # all possible islands, in the order in which to try them
@@ -48,8 +46,6 @@ _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the module names that a rule accepts
 
 @dataclass
 class Measurer:
-    """The measurements of a task with different islands."""
-
     task: Task
     batches: Sequence[Any]
     lowering: Lowering

@@ -94,7 +94,6 @@ class Task:
             yield without_wrappers(name), module
 
     def device(self, batch: Any) -> str:
-        """Return the device type that the model computes on."""
         tensors = [*self.model.parameters(), *batch_tensors(batch)]
         return tensors[0].device.type if tensors else "cpu"
 
@@ -184,8 +183,6 @@ def restored(
 
 
 class TensorPlace(NamedTuple):
-    """The place of a tensor in a step."""
-
     module: str
     call: int  # the index of the module's call; 0 for gradients of parameters
     kind: str  # one of KINDS
@@ -290,8 +287,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class StepRunner:
-    """A runner of steps of a task on one batch."""
-
     task: Task
     batch: Any
     lowering: Lowering
