@@ -936,7 +936,7 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
 def test_an_interrupt_at_any_place(kind: str) -> None:
     at, step = 1, 41
     # Python 3.12 traces opcodes from the second time on.
-    interrupt(lambda: module.has_master_weights(torch.optim.SGD(parameters())), 0)
+    interrupt(lambda: module.with_masters(torch.optim.SGD(parameters())), 0)
     while True:
         params = parameters()[1:3] + parameters()[-3:]
         make = OPTIMIZERS["Signs" if kind == "all" else "SGD momentum"]

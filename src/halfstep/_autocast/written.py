@@ -73,13 +73,6 @@ def _with_autocast_kernel(device: str | None) -> frozenset[str]:
     return overloads | {name.rpartition(".")[0] for name in overloads}
 
 
-def split_preset(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
-    """Return the longest preset that the rules begin with, and the remaining rules."""
-    begun = (name for name in PRESETS if rules[: len(rules_of(name))] == rules_of(name))
-    preset = max(begun, key=lambda name: len(rules_of(name)))  # "fp32" is empty and always matches
-    return preset, rules[len(rules_of(preset)) :]
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 _PART = re.compile(r'(?:[^;\n"]|"(?:[^"\\]|\\.)*")+')
@@ -135,9 +128,10 @@ def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
 
 def to_text(rules: tuple[Rule, ...], separator: str = "; ") -> str:
     """Return the text from which :func:`parse` gets these rules."""
-    preset, rest = split_preset(rules)
+    begun = (name for name in PRESETS if rules[: len(rules_of(name))] == rules_of(name))
+    preset = max(begun, key=lambda name: len(rules_of(name)))  # "fp32" is empty and always matches
     parts = [preset]
-    for (is_whole, ending), alike in groupby(rest, _all_but_op):
+    for (is_whole, ending), alike in groupby(rules[len(rules_of(preset)) :], _all_but_op):
         ops = [rule.op for rule in alike]
         parts += [ending for _ in ops] if is_whole else [",".join(ops) + ending]
     return separator.join(parts)

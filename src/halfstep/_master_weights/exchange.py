@@ -9,11 +9,10 @@ earlier weight does not come back.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,33 +39,7 @@ def new_memory(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
-class Store(ABC):
-    """A way to keep float32 weights beside their parameters."""
-
-    name: str  # as given to halfstep.master_weights
-    key: str  # in the state of the optimizer
-    dtypes: tuple[torch.dtype, ...]  # of the parameters that it supports
-
-    @abstractmethod
-    def empty(self, param: Tensor) -> Tensor:
-        """Return the tensor to keep for a weight that equals its parameter."""
-
-    @abstractmethod
-    def widen(self, param: Tensor, kept: Tensor, memory: Memory) -> Tensor:
-        """Return the float32 weight, in memory that ``memory`` returns, or in ``kept``. Sync: none.
-
-        All tensors are contiguous and one-dimensional, here and in :meth:`narrow_`.
-        """
-
-    @abstractmethod
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor) -> None:
-        """Round a float32 weight into its parameter, and keep what rounding leaves. Sync: none.
-
-        The weight does not change, except for the bits of NaNs.
-        """
-
-
-class Split(Store):
+class Split:
     """The lower 16 bits of a float32 weight, whose upper 16 bits are the bfloat16 parameter.
 
     Ties are rounded away from zero so that the remainder fits into int16: with ties to even it
@@ -101,7 +74,7 @@ class Split(Store):
             low.copy_((bits + _HALF).bitwise_right_shift_(16))
 
 
-class Float32(Store):
+class Float32:
     """The whole float32 weight."""
 
     name = "float32"
@@ -127,7 +100,16 @@ class Float32(Store):
             kept.copy_(weight)
 
 
-STORES: dict[str, Store] = {each.name: each for each in (Split(), Float32())}  # the stores by name
+Store: TypeAlias = Split | Float32
+"""A way to keep float32 weights beside their parameters, as ``key`` in the state of the optimizer.
+
+``empty`` returns what is kept for a weight that equals its parameter; ``widen`` the weight, in
+memory that it gets or in what is kept; ``narrow_`` rounds the weight into the parameter, and keeps
+the weight as it is, but for the bits of NaNs. The last two take contiguous, flat tensors.
+Sync: none.
+"""
+
+STORES: dict[str, Store] = {each.name: each for each in (Split(), Float32())}
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -436,10 +436,6 @@ def float32_weights(model: torch.nn.Module, *optimizers: Optimizer) -> dict[str,
     return weights
 
 
-def has_master_weights(optimizer: Optimizer) -> bool:
-    return bool(with_masters(optimizer))
-
-
 def with_masters(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers with master weights that a step of this optimizer steps."""
     own = [each for each in _MASTERS if each is optimizer]  # a container may not be hashable

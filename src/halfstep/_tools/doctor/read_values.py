@@ -180,7 +180,8 @@ class Meaning:
         """Return whether ``node`` is an optimizer, or ``node`` or its key is named like one."""
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
             return False  # such as the schedule in `optimizers[parameter][1]`
-        if _OF_OPTIMIZERS.match(_last_name(node)) or _is_optimizer_name(key):
+        last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
+        if any(map(_OF_OPTIMIZERS.match, (_last_name(node), last))):
             return True
         return self._is_made_by(self.makes_optimizer, node, scope)
 
@@ -317,12 +318,6 @@ def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
     is_given = 0 <= position < len(call.args)
     is_certain = not any(isinstance(arg, ast.Starred) for arg in before)
     return before[-1] if is_given and is_certain else None
-
-
-def _is_optimizer_name(key: str) -> bool:
-    """Return whether a key of a walk ends with a name that is typical for an optimizer."""
-    last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
-    return "optim" in last or last.startswith("opt") or last.endswith("_opt")
 
 
 def _device_in(name: str) -> str:

@@ -24,8 +24,8 @@ from halfstep._gradients.scalars import CPU, combine
 from halfstep._master_weights.master_weights import (
     LOWER,
     StoreName,
-    has_master_weights,
     master_weights,
+    with_masters,
 )
 from halfstep._pytorch import compiler, optim
 from halfstep._pytorch.distributed import has_process_group, reduced_by, world
@@ -185,7 +185,7 @@ class _Adding:
         del self._without_masters[optimizer]
         # Those behind a wrapper or in a container get their own.
         is_outer = len(members(optimizer)) > 1 or not optim.is_whole(optimizer)
-        if is_outer or has_master_weights(optimizer):
+        if is_outer or with_masters(optimizer):
             return False
         num = Counter(param.dtype for param in params)
         store: StoreName = "float32" if torch.float16 in num else "split"

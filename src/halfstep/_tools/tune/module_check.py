@@ -332,12 +332,6 @@ class Depths:
     """The depths of tensors: the number of ops on the longest path to each in autograd's graph.
 
     Ops without a gradient are not counted.
-
-    Example:
-        >>> import torch
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> Depths().of((x * 2).exp() + x)
-        3
     """
 
     def __init__(self) -> None:
@@ -389,10 +383,6 @@ def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
 
     (T. J. Dekker, "A floating-point technique for extending the available precision", 1971, doi
     10.1007/BF01397083: the upper half of a split.)
-
-    Example:
-        >>> rounded_to_digits(torch.tensor([1.0006, 1e6 + 0.5]), torch.float16)
-        tensor([1.0010e+00, 9.9994e+05])
     """
     digits_less = math.log2(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
     split = values * (2.0**digits_less + 1)

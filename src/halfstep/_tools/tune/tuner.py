@@ -121,7 +121,13 @@ def tune(
         standard; exp2:leave; @2:fp32
     """
     task, lowering = Task(model, loss_fn), lowering_of("tune", dtype, policy, tolerance)
-    require_batches(batches)
+    if not isinstance(batches, Sequence) or isinstance(batches, str):
+        kind = type(batches).__name__
+        raise TypeError(
+            f"batches must be a list of batches, got {kind}: write [batch], list(loader)"
+        )
+    if not batches:
+        raise ValueError("batches is empty: there is nothing to run the model on")
     with status_line() as show:
         measurer = Measurer(task, batches, lowering, show)
         islands = smallest(measurer.measure)
@@ -145,17 +151,6 @@ def lowering_of(
                 f"{asker}: tolerance must be above 0 and finite, such as 0.01, got {tolerance}"
             )
     return Lowering(dtype, settled_policy(policy), tolerance)
-
-
-def require_batches(batches: object) -> None:
-    """Raise TypeError or ValueError unless ``batches`` is a list with at least one batch."""
-    if not isinstance(batches, Sequence) or isinstance(batches, str):
-        kind = type(batches).__name__
-        raise TypeError(
-            f"batches must be a list of batches, got {kind}: write [batch], list(loader)"
-        )
-    if not batches:
-        raise ValueError("batches is empty: there is nothing to run the model on")
 
 
 def _tuned(measurer: Measurer, lowering: Lowering, islands: Islands) -> Tuned:
