@@ -7,7 +7,7 @@ import pytest
 from halfstep._common.text import SEVERITIES
 from halfstep._tools.doctor.finding import CATALOG, Checkup, Finding
 
-BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
+BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
 WARNING = Finding("device-differs", "seen", "cure", file="a.py", line=1)
 NOTICE = Finding("bf16-parameters", "seen", "cure", file="c.py", line=2)
@@ -26,7 +26,7 @@ def test_json_has_all_values(finding: Finding) -> None:
     values = json.loads(json.dumps(finding.to_json()))
     assert values.pop("severity") == finding.severity
     assert values.pop("docs") == finding.docs
-    assert Finding(**values | {"names": tuple(values["names"])}) == finding
+    assert Finding(**values) == finding
 
 
 def test_a_checkup_is_a_sequence_with_the_worst_first_each_once() -> None:

@@ -44,7 +44,6 @@ class PolicyOnDevice:
         return fingerprint(self.policy) + ("@" + "; ".join(map(str, within)) if within else "")
 
     def lower_precision(self) -> torch.dtype:
-        """Return the lower precision of the current thread."""
         return torch.get_autocast_dtype(self.device)
 
     def rule(self, op: str) -> Rule | None:

@@ -36,7 +36,6 @@ class Policies(dict[str, PolicyOnDevice]):
         self.mark: compiler.CompileMark | None = None
 
     def with_policy(self, policy: PolicyOnDevice) -> "Policies":
-        """Return these policies, with ``policy`` on its device."""
         made = Policies({**self, policy.device: policy})
         return _all_policies.setdefault(made.key, made)
 

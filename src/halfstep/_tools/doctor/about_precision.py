@@ -46,14 +46,13 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
         caller = next((a for a in site.inside[site.autocast_at :] if a.kind == "call"), None)
         what = ast.unparse(site.call.func)
         if not around.is_decorator and caller is None:
-            yield finding("backward-in-autocast", site.line, [what], what=what, line_of=around.line)
+            yield finding("backward-in-autocast", site.line, what=what, line_of=around.line)
         else:
             whose = "decorator" if around.is_decorator else "autocast"
             function = caller.function if caller is not None else None
             yield finding(
                 "autocast-around-backward",
                 site.line,
-                [what],
                 what=what,
                 whose=whose,
                 line_of=around.line,
@@ -90,8 +89,7 @@ def _never_lowered(program: Program) -> Iterator[Finding]:
             continue
         if all(_is_float32(program, site.call.func, site.scope) for site in models):
             model = dotted(models[0].call.func)
-            names = scaler, model
-            yield finding("scaler-without-autocast", made.line, names, scaler=scaler, model=model)
+            yield finding("scaler-without-autocast", made.line, scaler=scaler, model=model)
 
 
 def _is_float32(program: Program, node: ast.expr, scope: NameScope) -> bool:
@@ -121,7 +119,7 @@ def _refused_on_cuda(program: Program) -> Iterator[Finding]:
         called = {_function_of(program, *each) if each else "" for each in made}
         if called and called <= {"torch.nn.BCELoss", "torch.nn.functional.binary_cross_entropy"}:
             loss = ast.unparse(site.call.func)
-            yield finding("bce-in-autocast", site.line, [loss], loss=loss)
+            yield finding("bce-in-autocast", site.line, loss=loss)
 
 
 def _function_of(program: Program, node: ast.expr, scope: NameScope) -> str:
@@ -159,7 +157,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
             scaled[name] = SourceScaler(program.arm_of(site, switches) == 0 or None)
     for name, scaler in (scaled | program.scalers).items():
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
-            yield finding("scaler-with-bf16", scaler.line or line, [name], scaler=name)
+            yield finding("scaler-with-bf16", scaler.line or line, scaler=name)
 
 
 def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
@@ -275,7 +273,6 @@ def _lowered(program: Program, built: Built) -> Iterator[Finding]:
     yield finding(
         _IDS[dtype],
         site.line,
-        (built.model, built.name),
         what=f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and "
         f"`{built.name.removesuffix('.create_optimizer()')}` updates them there",
         optimizer="optimizer" if " " in built.name else built.name,

@@ -29,7 +29,6 @@ class Finding:
         text: The observation and its consequence.
         cure: The remedy.
         code: The remedy as Python code to paste; empty if it takes more than a few lines.
-        names: The names of the parameters, modules or variables concerned.
         file, line: The place in the source.
     """
 
@@ -37,7 +36,6 @@ class Finding:
     text: str
     cure: str
     code: str = ""
-    names: tuple[str, ...] = ()
     file: str = ""
     line: int = 0
 
@@ -51,8 +49,7 @@ class Finding:
         return f"halfstep doctor --explain {self.id}"
 
     def to_json(self) -> dict[str, Any]:
-        own = asdict(self) | {"names": list(self.names)}
-        return {**own, "severity": self.severity, "docs": self.docs}
+        return asdict(self) | {"severity": self.severity, "docs": self.docs}
 
     def __str__(self) -> str:
         lines = [f"{self.severity}: {self.file}:{self.line}: {one_line(self.text)} [{self.id}]"]
@@ -68,11 +65,11 @@ def explanation(id: str) -> str:
     return "\n".join([meaning, *(f"# {kind}\n{code}" for kind, code in entry.items())]).rstrip()
 
 
-def finding(id: str, line: int = 0, names: Iterable[str] = (), **values: object) -> Finding:
+def finding(id: str, line: int = 0, **values: object) -> Finding:
     """Return a finding with the text, cure and code of the catalog, and values in their braces."""
     text, cure, code = (_FINDINGS[id].get(part, "").strip() for part in ("text", "cure", "code"))
     texts = text.format(**values), cure.format(**values), code.format(**values)
-    return Finding(id, *texts, tuple(names), line=line)
+    return Finding(id, *texts, line=line)
 
 
 class Checkup(tuple[Finding, ...]):

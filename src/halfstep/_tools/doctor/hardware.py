@@ -28,13 +28,15 @@ AS_GOOD = 0.8
 
 @dataclass(frozen=True)
 class Advice:
+    """A precision and the reason for it, in one sentence."""
+
     precision: Precision
     reason: str
 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """A device, its measured speeds, and the switches of PyTorch."""
+    """A device, its measured speeds, and the advice for it."""
 
     device: str  # "cpu" or "cuda"
     name: str  # of the processor or GPU

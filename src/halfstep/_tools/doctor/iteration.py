@@ -207,5 +207,4 @@ def after_unknown(now: Iteration) -> Iteration:
 def finding(id: str, line: int, is_updated: bool = False, **values: object) -> Finding:
     """Return a finding about the calls of an iteration, in a file that may update the scaler."""
     values["update"] = "" if is_updated else f"\n{values.get('scaler')}.update()"
-    names = [str(values[each]) for each in ("scaler", "optimizer", "loss") if each in values]
-    return catalog.finding(id, line, names, **values)
+    return catalog.finding(id, line, **values)

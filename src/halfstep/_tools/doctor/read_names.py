@@ -67,7 +67,6 @@ class FileNames:
         self._bind_parameters(tree)
 
     def called(self, call: ast.Call, scope: NameScope) -> Function | None:
-        """Return the function of this file that a call runs."""
         match call.func:
             case ast.Name(id=name):
                 return scope.function(name)

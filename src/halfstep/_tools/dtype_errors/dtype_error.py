@@ -62,8 +62,6 @@ class TriedEdits:
 
 @dataclass(frozen=True)
 class DtypeError:
-    """An explanation of an error about dtypes."""
-
     where: str
     text: str
     operands: tuple[Named, ...]  # by their names in the code of the user, or else in the call
@@ -290,7 +288,6 @@ class _Failing(NamedTuple):
     in_line: Edits = {}  # noqa: RUF012
 
     def with_casts(self, wrong: Sequence[Named], text: str) -> _Failing:
-        """Return the call with casts of operands, too."""
         edits = tried = casts_of([each.name for each in wrong], self.line, text)
         if self.call is not self.line:
             dtypes = {each.tensor.dtype for each in wrong}

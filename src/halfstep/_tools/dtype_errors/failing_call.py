@@ -63,7 +63,6 @@ _PURE += ("torch.sparse", "torch.distributions")
 
 
 def is_about_dtypes(error: BaseException) -> bool:
-    """Return whether an error of PyTorch is about dtypes."""
     is_said = _DTYPES.search(str(error)) or wanted_by(error)
     return isinstance(error, ERRORS) and is_said is not None
 

@@ -167,7 +167,6 @@ class RunningModules:
         return bool(self._counts)
 
     def innermost(self) -> ModuleCall | None:
-        """Return the innermost running call, None outside the model."""
         calls = self.of_thread.calls
         return calls[-1][1] if calls else None
 
