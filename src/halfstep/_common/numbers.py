@@ -23,12 +23,7 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a fraction so that only exactly 0 and 1 read as 0 % and 100 %; ``-`` for None.
-
-    Example:
-        >>> percent(0.00004), percent(0.1234), percent(0.9997), percent(0.0)
-        ('0.004 %', '12 %', '99.97 %', '0 %')
-    """
+    """Format a fraction so that only exactly 0 and 1 read as 0 % and 100 %; ``-`` for None."""
     if share is None:
         return NONE
     value = 100 * share

@@ -117,18 +117,6 @@ _COLORS = {"bad": 31, "warning": 33, "notice": 36, "good": 32}  # of the ANSI st
 _SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|what followed): ")
 
 
-def fill(text: str, width: int, first: str = "", further: str = "") -> str:
-    """Wrap text to a width, with prefixes for the lines; words are not broken."""
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=further,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
     """Print lines to stdout or another stream; names in them are escaped.
 
@@ -169,7 +157,13 @@ def _on_terminal(line: str, width: int) -> str:
     if found is None:
         return line
     indent, word = found.groups()
-    wrapped = fill(line, width, further=indent + "  ")
+    wrapped = textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     if word not in _COLORS or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return wrapped
     return wrapped.replace(word, f"\x1b[{_COLORS[word]}m{word}\x1b[0m", 1)

@@ -310,10 +310,6 @@ def tolerance_for(
     """Return the tolerance of a module from the numbers of consecutive ops, unless it is given.
 
     A gradient passes through all ops up to the loss, ``total_depth``, and back to the module.
-
-    Example:
-        >>> tolerance_for(torch.float16, 25, 100).output
-        0.01953125
     """
     if given is not None:
         return Tolerance(given, given)
