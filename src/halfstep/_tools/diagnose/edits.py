@@ -363,7 +363,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "where": (Edit((1,), _limited(f"-{_FAR}", _FAR)), Edit((2,), _limited(f"-{_FAR}", _FAR))),
     "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
     "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
-    "cross_entropy nll_loss": (*_EMPTY, *_SCORES[:1], *_FINITE),
+    "cross_entropy nll_loss": (*_EMPTY, Edit(("reduction",), _is('"sum"')), *_SCORES[:1]),
     "kl_div": (*_SCORES, Edit((1,), _limited("eps", None))),
     "binary_cross_entropy": (Edit((0,), _limited("eps", "edge")), *_EMPTY),
     "poisson_nll_loss": (*_EXPONENT, *_LEAST),
@@ -452,7 +452,6 @@ _OF_EXPONENTS = (
     Edit((CALL,), _of_weights("{}.clamp(-30, 20)")),
     Edit((CALL,), _of_weights("2 * torch.tanh({} / 2)")),
 )
-_OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
 RECTIFIERS = ("relu", "clamp", "clamp_min")  # functions whose results are often exactly 0
 _OF_RECTIFIED = (Edit((OPERAND,), _smoothed, told="torch.nn.Softplus()"),)
 
@@ -465,7 +464,7 @@ def edits_of_source(function: str, maker: str) -> Sequence[Edit]:
     is_positive = name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "float_power")
     if row_name(maker) in RECTIFIERS:
         return _OF_RECTIFIED if is_positive or name in DIVISIONS else ()
-    return _OF_POSITIVE if is_positive and is_layer(maker) else ()
+    return (Edit((CALL,), _above_zero, 1e4),) if is_positive and is_layer(maker) else ()
 
 
 def is_layer(function: str) -> bool:
