@@ -322,6 +322,7 @@ _FINITE = tuple(
     for slots in ((0,), (1,), (0, 1))
 )
 _EMPTY = (Edit((CALL,), _zero_for_nan),)
+_OF_SUM = (Edit(("reduction",), _is('"sum"')),)  # of classes whose weights may all be 0
 _REGULAR = tuple(
     Edit((0,), lambda v, eps: _plus_diagonal(v, f"{eps:g} * torch.eye({{n}}{{where}})"), factor)
     for factor in (1, 1e3, 1e5)
@@ -363,7 +364,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "where": (Edit((1,), _limited(f"-{_FAR}", _FAR)), Edit((2,), _limited(f"-{_FAR}", _FAR))),
     "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
     "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
-    "cross_entropy nll_loss": (*_EMPTY, *_SCORES[:1], *_FINITE),
+    "cross_entropy nll_loss": (*_EMPTY, *_OF_SUM, *_SCORES[:1], *_FINITE),
     "kl_div": (*_SCORES, Edit((1,), _limited("eps", None))),
     "binary_cross_entropy": (Edit((0,), _limited("eps", "edge")), *_EMPTY),
     "poisson_nll_loss": (*_EXPONENT, *_LEAST),
@@ -452,7 +453,6 @@ _OF_EXPONENTS = (
     Edit((CALL,), _of_weights("{}.clamp(-30, 20)")),
     Edit((CALL,), _of_weights("2 * torch.tanh({} / 2)")),
 )
-_OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
 RECTIFIERS = ("relu", "clamp", "clamp_min")  # functions whose results are often exactly 0
 _OF_RECTIFIED = (Edit((OPERAND,), _smoothed, told="torch.nn.Softplus()"),)
 
@@ -465,7 +465,7 @@ def edits_of_source(function: str, maker: str) -> Sequence[Edit]:
     is_positive = name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "float_power")
     if row_name(maker) in RECTIFIERS:
         return _OF_RECTIFIED if is_positive or name in DIVISIONS else ()
-    return _OF_POSITIVE if is_positive and is_layer(maker) else ()
+    return (Edit((CALL,), _above_zero, 1e4),) if is_positive and is_layer(maker) else ()
 
 
 def is_layer(function: str) -> bool:

@@ -118,11 +118,12 @@ def _ignored(call: OpCall) -> list[str]:
     if not call.name.startswith("nll_loss"):
         return []
     given = by_name(call.func, call.args, call.kwargs)
-    target, index = given.get("target"), given.get("ignore_index", -100)
-    if target is None or not bool((target == index).all()):
-        return []
-    size = target.numel()
-    return [f"the targets ({size}) are all {index}, which is ignore_index: nothing is averaged"]
+    target, index, weight = given["target"], given.get("ignore_index", -100), given.get("weight")
+    counted, size = target[target != index], target.numel()
+    if not counted.numel():
+        return [f"the targets ({size}) are all {index}, which is ignore_index: nothing is averaged"]
+    is_of_none = weight is not None and not bool(weight[counted].any())
+    return [f"the weights of the classes of all targets ({size}) are 0"] * is_of_none
 
 
 def _mean_in_place(call: OpCall, bad: BadOp) -> list[str]:

@@ -102,13 +102,13 @@ def event_of(
     causes = [f"{causes[0]}, and {zero[-1]} is 0 there" if zero else causes[0]][:has_eps]
     causes += [f"its state {key} is inf or NaN there" for key in spoilt]
     lost = [key for key in zero if state[key].dtype in HALVES and bool((gradient[bad] != 0).any())]
-    halves = {k: v for k, v in own.items() if isinstance(v, Tensor) and v.dtype in HALVES}
-    numbers = [key for key, value in halves.items() if value.ndim == 0 and float(value) == 1]
+    others = {k: v for k, v in own.items() if isinstance(v, Tensor) and k not in (*state, "step")}
+    numbers = [k for k, v in others.items() if v.numel() < 3 and v.dtype in HALVES and 1 in v]
     if lost and not numbers and not has_eps:
         causes += [LOST.format(lost[-1], dtype_name(state[lost[-1]].dtype))]
     texts = [STEP_IN_FLOAT32] if is_rounded else [IN_FLOAT32.format(key) for key in lost[-1:]]
     texts = texts or lines
-    if lost and numbers:  # a decay that is rounded to 1 keeps a state at 0, too
+    if zero and numbers:  # a decay that is rounded to 1 keeps a state at 0, too
         dtype = own[numbers[0]].dtype
         limit = 1 - torch.finfo(dtype).eps / 4
         texts = [OF_NUMBERS.format(listed(numbers), dtype_name(dtype), limit)]

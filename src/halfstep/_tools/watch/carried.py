@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from itertools import pairwise
 from types import CodeType
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep._common.numbers import number
 from halfstep._tools.line import line_text
 from halfstep._tools.measure import bytes_of
 from halfstep._tools.replay.blame import name_in_code
-from halfstep._tools.replay.kept_calls import LARGEST_COPY, KeptCall
+from halfstep._tools.replay.kept_calls import LARGEST_COPY, KeptCall, weights_of
 from halfstep._tools.user_code import Place
 from halfstep._tools.watch.bad_steps import are_finite, largest
 from halfstep._tools.watch.call_log import CallLog, unseen
@@ -34,35 +34,35 @@ class Carried:
 
     def __init__(self, log: CallLog) -> None:
         self.log, self._next = log, 1
-        self._sizes: dict[tuple[CodeType, int], list[tuple[int, float]]] = {}
+        self._sizes: dict[tuple[CodeType, int, int], list[tuple[int, float]]] = {}
 
     def measure(self, step: int) -> None:
         """Note the sizes when steps 1, 2, 4, 8 ... end. Sync: one for each tensor then."""
         if step >= self._next:
             self._next = 2 * step
             with unseen():
-                last = {_key(place): tensor for tensor, place in self.log.recent()}
+                last = {_key(*each): each[0] for each in self.log.recent()}
                 for key, tensor in last.items():
-                    is_data = tensor.is_floating_point() and not tensor.requires_grad
+                    is_data = tensor.is_floating_point() and tensor.grad_fn is None
                     if is_data and bytes_of(tensor) <= LARGEST_COPY and (size := largest([tensor])):
                         self._sizes.setdefault(key, []).append((step, size))
 
     def grown(
         self, calls: Iterable[KeptCall], step: int, *, are_bad: bool
     ) -> tuple[str, str] | None:
-        """Return what of the given tensors of a bad step's calls has grown, and the cure, or None.
+        """Return what of the tensors that a bad step's calls read has grown, and the cure, or None.
 
         Those that are not finite are read if ``are_bad``, else the others. Sync: one for each.
         """
-        for tensor in (given.tensor for call in calls for given in call.given):
+        for tensor in weights_of(calls):
             place = self.log.place_of(tensor)
-            known = [] if place is None else self._sizes.get(_key(place), [])
+            known = [] if place is None else self._sizes.get(_key(tensor, place), [])
             if place is None or not known or are_finite([tensor]) == are_bad:
                 continue
             (first, low), (last, high) = known[0], known[-1]
             size = math.inf if are_bad else largest([tensor])
             if high > _BEGUN * low and size > max(_GROWN * low, high) and _is_steady(known):
-                name, line = _name(tensor, place), line_text(place.line)
+                name, line = self._name(tensor, place), line_text(place.line)
                 factor = number(math.pow(high / low, 1 / (last - first)))
                 end = "inf or NaN" if are_bad else number(size)
                 event = f"{name} grew from {number(low)} when step {first} ended to {end}"
@@ -70,17 +70,17 @@ class Carried:
                 return f"{event} in step {step}", text
         return None
 
+    def _name(self, tensor: Tensor, place: Place) -> str:
+        """Return the name that a statement gives a tensor, which may have another value by now."""
+        match place.statement:
+            case ast.Assign(targets=[ast.Name(name) | ast.Attribute(attr=name)]):
+                return name
+        return self.log.name_in_models(tensor) or name_in_code(tensor).partition(" in ")[0]
 
-def _key(place: Place) -> tuple[CodeType, int]:
-    return place.code, place.instruction
 
-
-def _name(tensor: Tensor, place: Place) -> str:
-    """Return the name that a statement gives a tensor, which may have another value by now."""
-    match place.statement:
-        case ast.Assign(targets=[ast.Name(name) | ast.Attribute(attr=name)]):
-            return name
-    return name_in_code(tensor).partition(" in ")[0]
+def _key(tensor: Tensor, place: Place) -> tuple[CodeType, int, int]:
+    """Return the place, and which parameter it is: one line may write to those of a model."""
+    return place.code, place.instruction, isinstance(tensor, nn.Parameter) and id(tensor)
 
 
 def _is_steady(sizes: list[tuple[int, float]]) -> bool:

@@ -22,10 +22,12 @@ from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import is_pytorchs, members
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
-from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, pasted
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
-from halfstep._tools.user_code import is_users, model_of, tree_of, user_line
+from halfstep._tools.replay.kept_calls import Made
+from halfstep._tools.source import Source
+from halfstep._tools.user_code import is_users, model_of, tree_of, user_line, user_place
 from halfstep._tools.watch.bad_steps import have_finite_values
 from halfstep._tools.watch.schedules import (
     lines_that_set,
@@ -96,6 +98,31 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
     )
     text = "scaler.step(optimizer)  # in place of optimizer.step(); then scaler.update()"
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
+
+
+_SUMS = ("add", "iadd", "sum", "mean", "stack")  # and no division, as by the scale
+
+
+def scaled_again(
+    losses: Iterable[Tensor], made_by: Callable[[Tensor], Made | None]
+) -> Diagnosis | None:
+    """Return the diagnosis of a loss that is a sum of losses which are scaled already; or None."""
+    calls = [made.call for loss in losses if (made := made_by(loss)) is not None]
+    for call in calls:
+        calls += call.of if call.name.strip("_") in _SUMS else ()
+    if not any(call.name == "scale" for call in calls):
+        return None
+    event = (
+        f"this loss is multiplied by the scale twice{_where()}: its gradients are divided by it "
+        "once, and so are still multiplied by it"
+    )
+    cure, place = Cure("code", "scale each loss, or their sum, and not both"), user_place()
+    match place and place.node:
+        case ast.Call(args=[loss]) as node:
+            source = Source(place.code.co_filename)  # type: ignore[union-attr]
+            edits = source.put(node, ast.unparse(loss)) and source.edited()
+            cure = pasted(edits) if edits else cure
+    return Diagnosis("optimizer", happened=event, cure=cure)
 
 
 def not_skipped(optimizer: Optimizer) -> Diagnosis | None:

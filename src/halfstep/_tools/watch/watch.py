@@ -84,6 +84,7 @@ from halfstep._tools.watch.optimizers import (
     Search,
     not_skipped,
     of_settings,
+    scaled_again,
     search_of,
     still_scaled,
     with_bad_setting,
@@ -122,6 +123,7 @@ class _WatchedStep:
     num_calls: int = 0  # of its closure
     search: Search | None = None  # the line search that they are, in which a loss may be inf
     num_scaled: int = 0  # losses
+    is_scaled_again: bool = False  # one of them, which was scaled already
     num_backward: int = 0  # passes
     losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
     # Of the last backward pass.
@@ -301,6 +303,9 @@ class Watch:
             self._loss_scaler, step = scaler, self._running
             # `halfstep run` scales inside of the backward pass, whose roots were checked.
             losses = [loss for loss in tensors_in([outputs]) if loss not in step.roots]
+            if again := scaled_again(losses, self._capture.log.made_by):
+                step.is_scaled_again = True
+                self._report(again)
             step.losses = [loss.detach() for loss in losses]
             step.num_scaled += 1
 
@@ -462,6 +467,8 @@ class Watch:
             if scaled is not None:
                 self._is_spoiled = True
                 self._report(scaled)
+        if self._running.is_scaled_again:
+            self._growth.mislead(optimizer)
         if is_stepping() or not self._counts_plain_steps():
             return None
         # With gradients in place, an optimizer may never evaluate its closure.
