@@ -14,6 +14,7 @@ from torch import nn
 
 import halfstep
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.edits import OF_POINTS
 
 HEAD = """\
 import math
@@ -454,3 +455,10 @@ def test_a_line_of_which_an_edit_leaves_nothing_is_named(tmp_path: Path) -> None
     assert cure.text.startswith("leave out line ")
     assert cure.text.endswith("a.py: x = x.half()  # less memory")
     assert not cure.edits
+
+
+def test_few_small_terms_of_a_power_are_kept_and_near_points_left_out() -> None:
+    (of_points,) = OF_POINTS["div"]
+    x = torch.tensor([[1e-4, 0.0], [1.0, 2.0], [2.0, 1.0], [3.0, 2.0]], requires_grad=True)
+    assert of_points.text(x.norm(dim=1)) is not None
+    assert of_points.text(x.square().sum(1) ** 2) is None

@@ -49,6 +49,7 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 
 # The class whose ``__next__`` returns the batches of every DataLoader.
 LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+NEXT_INDICES = "_next_index"  # its method that returns those of the examples of a later batch
 
 
 def makers_of_batches(iterator: Any) -> tuple[Any, list[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import inspect
 import linecache
@@ -473,18 +472,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-_STACKING = {
-    *("torch", "np", "numpy", "zip", "list", "tuple", "len", "append", "stack", "cat", "array"),
-    *("tensor", "as_tensor", "from_numpy", "LongTensor", "nn", "utils", "rnn", "pad_sequence"),
-}
-
-
-@functools.lru_cache(256)
-def only_stacks(code: CodeType) -> bool:
-    """Return whether code, by its names and operators, puts values together as they are."""
-    names = {name for each in _codes(code) for name in each.co_names}
-    ops = (op for each in _codes(code) for op in dis.get_instructions(each))
-    has_maths = any(op.opname == "BINARY_OP" and op.argrepr != "[]" for op in ops)
-    return names <= _STACKING and not has_maths

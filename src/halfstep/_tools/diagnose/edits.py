@@ -132,7 +132,9 @@ def _left_out(value: Any, eps: float) -> str | None:
     """Divide by inf where data are 0, or few points are near others, which leaves out terms."""
     if (sizes := _data_in(value)) is None:
         return None
-    if value.requires_grad and sizes.numel() and bool((sizes > 0).all()):
+    maker = maker_of(value)  # of distances: few terms of a power are near 0 by themselves
+    is_distance = maker is not None and maker.name().startswith(("Sqrt", "Linalg", "Norm", "Cdist"))
+    if is_distance and sizes.numel() and bool((sizes > 0).all()):
         limit = float(f"{float(sizes.float().median()) / 100:.0e}")  # its 12th power may overflow
         if 0 < int((sizes < limit).sum()) <= sizes.numel() / 4:
             return f'{{0}}.masked_fill({{0}} < {limit:g}, float("inf"))'

@@ -47,8 +47,9 @@ from halfstep._tools.replay.kept_calls import (
     why_not_again,
 )
 from halfstep._tools.replay.undo import restore_container
-from halfstep._tools.user_code import Place, is_users, only_stacks, user_place, whole_model
+from halfstep._tools.user_code import Place, is_users, user_place, whole_model
 from halfstep._tools.watch.bad_steps import are_finite, have_finite_values
+from halfstep._tools.watch.loads import Load
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
@@ -128,6 +129,7 @@ class CallLog:
         self._made_bad: MutableMapping[Tensor, tuple[Made, int]] = WeakTensorKeyDictionary()
         self._needed_for_bad: set[KeptCall] = set()
         self.dataset: object = None  # of the last batch of a DataLoader
+        self.loads: ByMemory[Load] = ByMemory()  # of batches that code of the user makes
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
@@ -145,7 +147,8 @@ class CallLog:
             with unseen():
                 self._keep_bad()
         self._turn()
-        self._last_writes, self._num_copied, self._num_held = ByMemory(), 0, 0
+        self._last_writes, self.loads = ByMemory(), ByMemory()
+        self._num_copied = self._num_held = 0
         for each in (self._evaluated, self._models, self._last):
             each.clear()
         self._writes = ByMemory()
@@ -412,15 +415,17 @@ class CallLog:
         norms = torch.stack([largest, *map(_largest, given)])
         self.halves.put(args[0], Writes(place, norms.amax() * (1 if name in _SUMS else math.inf)))
 
-    def note_batch(self, batch: Any, dataset: object, functions: Iterable[Any]) -> None:
-        """Note where a batch is made: the first function of the user's that does not only stack."""
+    def note_batch(self, batch: Any, dataset: object, functions: list[Any], indices: Any) -> None:
+        """Note where a batch is made: the last function of the user's."""
         self.dataset, plain = dataset, [each for each in functions if type(each) is FunctionType]
         own = [each for each in plain if is_users(each.__code__.co_filename)]
-        for function in [*(each for each in own if not only_stacks(each.__code__)), *own][:1]:
-            call = KeptCall(0, function, Place(function.__code__, 0, function.__globals__))
+        for function in own[:1]:
+            place = Place(function.__code__, 0, function.__globals__)
+            call, load = KeptCall(0, function, place), Load(dataset, functions[0], indices, place)
             call.forget()
             for tensor in tensors_in([batch]):
                 self._last_writes.put(tensor, call)
+                self.loads.put(tensor, load)
 
     def wrote(self, tensor: Tensor) -> tuple[Made | None, Place | None]:
         """Return what the loop last wrote to a tensor in this step, or made before, and where.

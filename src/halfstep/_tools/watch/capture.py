@@ -6,6 +6,8 @@ calls are not kept separately.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -118,6 +120,8 @@ class Capture(TopLevelCalls):
         self._mode = _CallsOfFunctions(self)
         self.log = CallLog()
         self._is_paused = self._has_left = False
+        # Those of batches that workers load ahead.
+        self._indices: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
         self.ends: list[KeptCall] = []  # calls of backward and of functions that return gradients
 
     @property
@@ -145,6 +149,7 @@ class Capture(TopLevelCalls):
             patches.wrap(owner, name, self._around_transform)
         patches.wrap(GradScaler, "scale", self._around_scale)
         patches.wrap(modules.LOADER_ITERATOR, "__next__", self._around_batch)
+        patches.wrap(modules.LOADER_ITERATOR, modules.NEXT_INDICES, self._around_indices)
         patches.put(autograd.FUNCTION_BASE, "apply", classmethod(self._apply()))
 
     def keeping(self) -> AbstractContextManager[None]:
@@ -237,9 +242,16 @@ class Capture(TopLevelCalls):
         with self.inside():
             batch = original(loader)
         with unseen():
+            waiting = self._indices.get(loader)
+            indices = waiting.popleft() if waiting else None
             if self._is_here():
-                self.log.note_batch(batch, *modules.makers_of_batches(loader))
+                self.log.note_batch(batch, *modules.makers_of_batches(loader), indices)
         return batch
+
+    def _around_indices(self, original: Callable[..., Any], loader: Any) -> Any:
+        indices = original(loader)
+        self._indices.setdefault(loader, deque()).append(indices)
+        return indices
 
     def _apply(self) -> Callable[..., Any]:
         """Return the replacement of ``torch.autograd.Function.apply``."""

@@ -26,10 +26,8 @@ from halfstep._tools.watch.schedules import lines_with
 
 WROTE_BUFFERS = "it made {names} inf or NaN; the loss of this step is finite"
 AFTER_THE_STEP = "its numbers are those of a replay with the weights from after the step"
-LAST_WRITE = (
-    "first check the code that made it or last wrote to it: {line}\n"
-    "if it wrote inf or NaN, fix it, or the same happens again"
-)
+AGAIN = "\nif it wrote inf or NaN, fix it, or the same happens again"
+LAST_WRITE = f"first check the code that made it or last wrote to it: {{line}}{AGAIN}"
 COMES_FROM = "what the loop wrote to {name} comes from it: {line}"
 MADE_BEFORE = "{name} comes from it, and was made before the loop or in its first step: {line}"
 OVERFLOWED = (
@@ -91,17 +89,21 @@ class Earlier:
         places = {
             each: at for each, value, at in wrote if at and not (value and value.call in calls)
         }
-        tensor, place = (*places.items(), (None, None))[0]
+        of_set = [each for each in places if each in names]
+        tensor = next(iter([*of_set, *places]), None)  # a data set before its batch
+        place = None if tensor is None else places[tensor]
         halves = [each for each in both if self._overflowed(each)]
         if found.cure is None:
             return found
         text = [found.cure.text]
         written = [LAST_WRITE.format(line=line_text(place.line))] if place else []
+        load = None if tensor is None else log.loads.get(tensor)
+        if load is not None and place is load.place:
+            written = [load.said() + AGAIN]
         if halves:
             written = [*self._overflowed(halves[-1]), *[STANDARDISE] * (halves[-1] in names)]
         elif tensor is not None and tensor not in log.spoilt_at:
-            of_set = [each for each in places if each in names]
-            for each in (*of_set, tensor):  # a data set before its batch
+            for each in (*of_set, *places)[: len(of_set) + 1]:
                 own = self._of_write(each, names.get(each, ""))
                 is_made = own is not None and own.verdict in ("maths", "range")
                 if own is not None and (is_made or self._is_told(own.tensor)):

@@ -28,6 +28,7 @@ from halfstep._tools.replay.kept_calls import (
     needed_for,
 )
 from halfstep._tools.user_code import is_same_view, path_to, span_of, tree_of
+from halfstep._tools.watch.loads import as_tensor
 
 HOW_TO_STANDARDISE = "(x - x.mean(0)) / (x.std(0) + 1e-6) of the training data"
 OUTLIER = (
@@ -233,13 +234,15 @@ def bad_data(dataset: Any) -> list[tuple[Tensor, str]]:
     """Return the tensors of a data set that are not finite, each with a sentence. Sync: several."""
     while hasattr(dataset, "dataset"):  # such as a Subset
         dataset = dataset.dataset
-    held, of = getattr(dataset, "__dict__", {}), type(dataset).__name__
+    of = type(dataset).__name__
     with modes.unseen_by_modes():
+        held = {key: as_tensor(each) for key, each in getattr(dataset, "__dict__", {}).items()}
         return [
             (tensor, f"{path} of {of} is not finite{bad_entries(tensor)}")
             for key in held
             for tensor in tensors_in([held[key]])
-            if not is_finite(tensor)
+            if tensor.dim()
+            and not is_finite(tensor)
             and (path := path_to(partial(is_same_view, tensor), key, held[key], 0))
         ]
 

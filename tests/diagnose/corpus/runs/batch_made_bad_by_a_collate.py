@@ -1,6 +1,6 @@
 # kind: 7
 # expect: data
-# cure: ^first check the code .* in collate: def collate\(rows\):
+# cure: ^first check this line, .* is loaded: \S+:23 in (<listcomp>|collate): return torch.stack
 # step: 3
 import torch
 from torch import nn

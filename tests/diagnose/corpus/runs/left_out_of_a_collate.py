@@ -2,7 +2,7 @@
 # expect: data
 # tensor: b\['x'\]
 # step: 5
-# says: the code that made it or last wrote to it: .*in collate: def collate\(items\):
+# says: first check collate \(\S+:17\), which loads it, and what that reads
 # says: b\['x'\] in .* is not finite in rows 10 and 11 of 20 \(from 0\), column 2 of 6 \(from 0\)
 # says: the script left this batch out
 # never: leave this batch out
