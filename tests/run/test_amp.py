@@ -352,7 +352,8 @@ def accumulated(script: Script) -> nn.Module:
     for index, (x, y) in enumerate(labelled(12)):
         with script.autocast():
             loss = F.cross_entropy(model(x).float(), y) / 3
-        script.backward(loss)
+        with torch.set_grad_enabled(script.dtype is not None or index != 1):  # as SAMs do it
+            script.backward(loss)
         if index % 3 == 2:
             script.unscale(optimizer)
             clip_grad_norm_(model.parameters(), 0.5)

@@ -179,7 +179,8 @@ class Backward:
             self._script.functions |= dict.fromkeys(names)
         self._back_off_after_left_out_steps()
         access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
-        scaled = self._scaler.scale(roots)
+        with torch.enable_grad():  # backward() itself needs none, as in step() of a SAM
+            scaled = self._scaler.scale(roots)
         running = ScaledPass(access.loss_scale(self._scaler), self._fresh)
         running.include(leaves)
         # This includes gradients of other graphs. Multiplying and dividing them is harmless.
