@@ -215,6 +215,9 @@ RUNS = {
     "two skips": run(skip(50), skip(60)),
     "twenty skips": run(*map(skip, range(50, 70))),
     "skips that do not end": run(*map(skip, range(91, 101))),
+    "skips at a scale that does not move": run(
+        *(skip(n, scale_after=1024.0) for n in range(91, 101))
+    ),
     "a skip at the smallest scale": run(skip(50, 1.0, reason=SMALLEST)),
     "skips from the first step to the last, twice down to the smallest scale": short(
         *(

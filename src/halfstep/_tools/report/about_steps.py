@@ -364,7 +364,12 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     if overflowed_at is not None and overflowed_at <= 1 and steps.skipped_at_end < ENDLESS:
         yield f" {_AVERAGE}"  # which is a smaller scale, and one was small enough
     if is_possible and overflowed_at is not None and overflowed_at > 1:
-        if not is_scaled_by_run(summary):
+        if steps.skipped_at_end >= ENDLESS and scale and scale.min >= overflowed_at:
+            # A scale that does not move: which smaller one is finite is not known.
+            yield " a smaller scale, or one that moves, "
+            yield Code("halfstep.GradScaler()")
+            yield ", or"
+        elif not is_scaled_by_run(summary):
             below = power_below(overflowed_at)
             first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
             yield " stay below the scales that overflow, "
