@@ -160,6 +160,21 @@ def test_of_views_of_one_tensor_the_bad_one_is_named(bad: str) -> None:
     assert found.tensor.startswith(f"{bad} in "), found.tensor
 
 
+def test_a_loss_that_is_read_before_another_model_is_called_leaves_nothing_out() -> None:
+    run, told = Run(), list[tuple[Diagnosis, int]]()
+    other = nn.Linear(6, 3)
+    with Watch(tell=lambda *found: told.append(found)):
+        for x, y in (*run.batches, (torch.full((4, 6), math.nan), torch.ones(4, 3))):
+            first = (run.model(x) - y - 1).square().mean()
+            first.item()
+            run.take(first + other(x).square().mean())
+    ((found, step),) = told
+    assert (found.verdict, step) == ("data", NUM_STEPS + 1)
+    assert not any("left this batch out" in note for note in found.notes)
+    assert found.cure is not None
+    assert "leave this batch out" in found.cure.text
+
+
 def test_a_batch_that_the_loop_makes_bad_is_told_with_the_line() -> None:
     run, told = Run(), list[Diagnosis]()
     with Watch(tell=lambda found, step: told.append(found)):

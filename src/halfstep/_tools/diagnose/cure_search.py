@@ -320,7 +320,7 @@ def _of_policy(
 ) -> Cure:
     entered = trial.entered[0] if trial is not None else None
     own = f'policy="{policy}"{", module=model" if policy.module_rules else ""}'
-    text = f"halfstep.autocast in place of torch.autocast, with {own}"
+    text = f"halfstep.autocast(..., {own})"
     if entered is not None:
         text = f'halfstep.autocast("{entered.device}", dtype={entered.dtype}, {own})'
     if scale is not None:

@@ -108,7 +108,7 @@ class Capture(TopLevelCalls):
     def __init__(
         self,
         is_here: Callable[[], bool],
-        before_model: Callable[[], object],
+        before_model: Callable[[bool], object],
         before_backward: Callable[[Any], object],
         before_update: Callable[[], object],
         after_read: Callable[[Made], object],
@@ -122,6 +122,7 @@ class Capture(TopLevelCalls):
         self._is_paused = self._has_left = False
         # Those of batches that workers load ahead.
         self._indices: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        self._called: set[int] = set()  # the models of this step
         self.ends: list[KeptCall] = []  # calls of backward and of functions that return gradients
 
     @property
@@ -163,7 +164,7 @@ class Capture(TopLevelCalls):
             yield
 
     def begin(self) -> None:
-        self.ends = []
+        self.ends, self._called = [], set()
         self.log.begin()
 
     def take_running(self) -> list[KeptCall]:
@@ -178,7 +179,8 @@ class Capture(TopLevelCalls):
         if not _counts():
             return original(module, *args, **kwargs)
         if is_grad_enabled() and is_model(module):
-            self._before_model()
+            self._before_model(id(module) in self._called)
+            self._called.add(id(module))
         kept = self.log.call(module, args, kwargs)
         with self.inside():
             return self._done(kept, partial(original, module), args, kwargs)
@@ -212,7 +214,7 @@ class Capture(TopLevelCalls):
         if torch.compiler.is_compiling() or self.is_left_out():
             return original(*args, **kwargs)
         if is_grad_enabled():
-            self._before_model()
+            self._before_model(True)
         kept = self.log.call(original, args, kwargs, is_drawing=True)
         is_end = kept is not None and original.__name__ in modes.RETURNING_GRADIENTS
         if kept is not None and is_end:

@@ -400,9 +400,17 @@ class Watch:
         if self._running.left_out is None and not self._running.is_bad:
             self._running.left_out = copied_from(made)
 
-    def _conclude(self, *, is_last: bool = False, has_failed: bool = False) -> None:
-        """Diagnose a step that the loop dropped: it read a bad value and continued, or ended."""
-        made, self._running.left_out = self._running.left_out, None
+    def _conclude(
+        self, is_again: bool = True, *, is_last: bool = False, has_failed: bool = False
+    ) -> None:
+        """Diagnose a step that the loop dropped: it read a bad value and continued, or ended.
+
+        If no model of the step is called again (``is_again``), the loop may add up their losses.
+        """
+        made = self._running.left_out
+        if made is not None and not is_again and not self._capture.log.is_old(made.call):
+            return
+        self._running.left_out = None
         calls = [] if made is None else needed_for([made.call])
         num_ends = len(self._capture.ends)
         is_end = made is not None and made.call in self._capture.ends  # by torch.func.grad
