@@ -183,6 +183,12 @@ def test_zeros_beside_few_small_entries_have_other_causes(exact) -> None:
     assert measure(exact.half(), is_gradient=True).flushed < 30
 
 
+@pytest.mark.parametrize("counts", [torch.poisson(torch.ones(200, 300)), normal(1).sign()])
+def test_zeros_of_a_fixed_grid_have_not_underflowed(counts) -> None:
+    """Counts, and a gradient in three levels, whose step happens to be the smallest subnormal."""
+    assert measure((counts * 2.0**-24).half(), is_gradient=True).flushed == 0
+
+
 def test_a_sum_of_float16_gradients_is_known_too() -> None:
     torch.manual_seed(0)
     parts = [(torch.randn(64, 32) * 1e-6).half().float() for _ in range(3)]
@@ -199,6 +205,13 @@ def test_float32_and_bfloat16_gradients_have_flushed_nothing() -> None:
     for tensor in (gradient * 1e-7, gradient.bfloat16(), gradient.bfloat16().float()):
         found = measure(tensor, is_gradient=True)
         assert found.flushed is None
+
+
+def test_shares_are_of_the_entries_that_are_finite() -> None:
+    gradient = torch.tensor([1e-9, 1.0] + [math.nan] * 5 + [math.inf])
+    found = measure(gradient, is_gradient=True)
+    assert found.share(found.lost()) == 0.5
+    assert measure(torch.full((2,), math.nan)).share(0) == 0.0
 
 
 # --- what follows from the histogram --------------------------------------------------------------

@@ -870,6 +870,28 @@ def test_a_loss_is_multiplied_by_the_gradient_of_its_pass(is_scaled, tmp_path: P
     assert [step.loss for step in read_run(tmp_path).steps] == pytest.approx([-5 + 2 + 5])
 
 
+@pytest.mark.parametrize(
+    ("combined", "loss"),
+    [
+        (lambda a, b: (a + b) / 2, 3.5),
+        (lambda a, b: 0.25 * a + b, 3.25),
+        (lambda a, b: torch.stack([a, b]).mean(), 3.5),
+        (lambda a, b: a + b, 7.0),
+    ],
+)
+def test_a_pass_of_several_scaled_losses_is_what_its_root_says(combined, loss, tmp_path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = halfstep.GradScaler(DEVICE)
+    with halfstep.record(tmp_path):
+        for _ in range(2):
+            losses = [model(torch.ones(4)).sum() * 0 + value for value in (5, 2)]
+            combined(*map(scaler.scale, losses)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [step.loss for step in read_run(tmp_path).steps] == pytest.approx([2 * loss])
+
+
 def test_without_a_scaler_an_iteration_has_one_step_of_each_optimizer(tmp_path: Path) -> None:
     models = [nn.Linear(4, 1) for _ in range(3)]
     first, second, late = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)

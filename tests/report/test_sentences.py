@@ -358,6 +358,7 @@ RUNS = {
     ),
     "no cure": went_bad(cure=None),
     "a cure that was not tried": went_bad(cure=Cure("code", "x + 1\nclip, too\nand wait")),
+    "a cure of one call in several lines": went_bad(cure=Cure("code", "y = f(\n    x + 1,\n)")),
     "a cure that is not enough": went_bad(cure=Cure("code", "x + 1", is_finite=False)),
     "a cure in words": went_bad(cure=Cure("data", "check first:\nleave it out\nor fix it")),
     "a finite replay": went_bad(verdict="none", bad=None, cure=None, notes=("no luck",)),

@@ -261,6 +261,10 @@ def with_bad_steps(*steps, norm):
             ["the scale began at 2^16 and ended at 2^-126; "
              "`G` brings it back once gradients are finite at a larger one"],
         ),
+        (  # gradients that were finite at no scale
+            Seen(first_scale=65536.0, scale=2.0**-126, is_last_taken=False),
+            ["the scale began at 2^16 and ended at 2^-126"],
+        ),
     ],
 )  # fmt: skip
 def test_what_is_known_at_the_end_is_said(known, said):

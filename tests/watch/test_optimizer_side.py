@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
+from halfstep import GradScaler
 from halfstep._tools.line import Line
 from halfstep._tools.watch import schedules
 from halfstep._tools.watch.call_log import CallLog
 from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.growth import Growth
-from halfstep._tools.watch.optimizers import of_high_rate
+from halfstep._tools.watch.optimizers import of_high_rate, still_scaled
 from halfstep._tools.watch.watch import Watch
 
 
@@ -338,6 +339,19 @@ def test_a_clipping_names_the_variable_of_the_model() -> None:
     solver = nn.Linear(2, 2)
     text = of_high_rate(torch.optim.SGD(solver.parameters(), 0.1), [1.0, 2e3], clips=True)
     assert "(solver.parameters(), 1.0)" in text
+
+
+class Trainer:
+    def cure_of_a_step(self) -> str:
+        self.opt, self.scaling = torch.optim.Adam([nn.Parameter(torch.ones(2))]), GradScaler()
+        return still_scaled(self.opt, self.scaling).cure.text
+
+
+def test_lines_to_paste_name_the_variables_of_the_script() -> None:
+    text = Trainer().cure_of_a_step()
+    assert text.startswith("self.scaling.step(self.opt)  # in place of self.opt.step(); then")
+    adam, own = torch.optim.Adam([nn.Parameter(torch.ones(2))]), GradScaler()
+    assert still_scaled(adam, own).cure.text.startswith("own.step(adam)")
 
 
 @pytest.mark.whole_trials

@@ -656,6 +656,31 @@ def test_gradients_that_go_bad_after_unscale_are_reported_at_that_step(
     assert said in str(found)
 
 
+def test_the_norms_of_a_clip_are_not_from_before_the_step() -> None:
+    """Of finite gradients it is inf, and inf / inf is NaN. PyTorch returns a list of scalars."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(tell=lambda *_: None) as watch:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).mean() * (1e22 if step == 3 else 1.0)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf, foreach=True)
+            optimizer.step()
+            assert norm.isfinite() or step >= 3
+    (found,) = watch.found
+    assert (found.verdict, found.tensor) == ("unknown", None)
+    assert "what linalg_vector_norm returned" in str(found)
+
+
+def test_a_place_in_one_of_several_models_says_in_which() -> None:
+    models = [nn.Sequential(nn.Linear(4, 1)) for _ in range(2)]
+    with Watch(tell=lambda *_: None) as watch:
+        for model in models:
+            model(torch.ones(2, 4))
+    names = [watch._capture.log.full_name("0", model) for model in models]
+    assert names == ["Sequential[0].0", "Sequential[1].0"]
+
+
 def test_a_disabled_scaler_can_be_watched() -> None:
     scaler = halfstep.GradScaler(enabled=False)
     model = nn.Linear(4, 1)

@@ -155,6 +155,9 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         return statistics
     if not _is_from_float16(values, sample, statistics.amin):
         return statistics
+    low, high = ends_of(sample.nan_to_num(0.0, 0.0, 0.0))
+    if low * high >= 0 and statistics.amax <= FORMATS["fp16"].smallest_normal:
+        return replace(statistics, flushed=0)  # as of counts, whose zeros are exact
     return replace(statistics, flushed=_least_flushed(statistics))
 
 
@@ -228,7 +231,8 @@ def _least_flushed(statistics: Statistics) -> int:
     smallest = round(math.log2(FORMATS["fp16"].smallest_subnormal))
     left, second = [statistics.by_exponent().get(smallest + n, 0) for n in range(2)]
     flat = min((n - 2 * math.sqrt(n)) / of for n, of in ((left, 2), (left + second, 4)))
-    return min(int(max(flat, 0.0) * min(left / (second or 1), 1.0) ** 2), statistics.zeros)
+    ratio = min(left / second, 1.0) if second else 0.0  # of few levels no density is known
+    return min(int(max(flat, 0.0) * ratio**2), statistics.zeros)
 
 
 @cache

@@ -56,8 +56,8 @@ class Statistics(Struct, frozen=True, gc=False):
     lost_updates: Count | None = None
 
     def share(self, count: int) -> float:
-        """Return a count as a fraction of the measured entries, 0 to 1."""
-        return count / self.measured if self.measured else 0.0
+        """Return a count as a fraction of the measured entries that are finite, 0 to 1."""
+        return count / max(self.measured - self.nan - self.inf, 1)
 
     def lost(self, format: Format = FORMATS["fp16"]) -> int:
         """Return the number of entries that underflow in a format, or have underflowed."""

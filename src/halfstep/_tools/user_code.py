@@ -322,6 +322,16 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
             yield code, line, {n: around[n] for n in code.co_names if n in around} | own
 
 
+def variable_of(value: object, default: str = "optimizer") -> str:
+    """Return the name of the variable, or of the attribute of ``self``, that is an object."""
+    for _, _, names in _known_names():
+        own = getattr(names.get("self"), "__dict__", {})
+        for name, each in {**names, **{f"self.{name}": each for name, each in own.items()}}.items():
+            if each is value:
+                return name
+    return default
+
+
 def model_of(weights: Iterable[Tensor]) -> str:
     """Return the name of the variable that is the smallest module with all weights, or "model"."""
     wanted, found = set(map(id, weights)), list[tuple[int, str]]()

@@ -25,6 +25,7 @@ from tests.diagnose.kinds.program import (
 import halfstep
 from halfstep import Diagnosis
 from halfstep._tools.record.read import read_run
+from halfstep._tools.watch.watch import LEFT_OUT
 
 OF_THE_BATCH = ("bad_batch", "bad_target")
 ALL_CHANGED = (
@@ -80,7 +81,10 @@ def judged(
             re.search(rf"\b{name}\b", found.tensor) for name in (*program.ops, "batches")
         )
         line = bad is not None and _is_marked(source, bad.line or bad.forward_line)
-        is_out = re.search("leave this batch out|left this batch out", str(found)) is not None
+        cure = "" if found.cure is None else found.cure.text
+        is_out = "leave this batch out" in cure or any(
+            note.startswith(LEFT_OUT) for note in found.notes
+        )
         return Judged(
             program=program,
             named=named,

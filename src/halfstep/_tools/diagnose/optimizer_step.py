@@ -37,6 +37,7 @@ from halfstep._tools.replay.blame import BlameTracker, name_in_code, names_in, s
 from halfstep._tools.replay.kept_calls import LARGEST_COPY
 from halfstep._tools.replay.replay import ClosureCalledAgain, OutOfTime, Replayer
 from halfstep._tools.replay.variant import Variant
+from halfstep._tools.user_code import variable_of
 
 USUAL_EPS = 1e-8
 STEP_IN_FLOAT32 = (
@@ -210,7 +211,7 @@ def _of_setting(
 
     if trial.blame(changed()) is not None:
         return None
-    text = f'for group in optimizer.param_groups: group["{key}"] = {value!r}'
+    text = f'for group in {variable_of(optimizer)}.param_groups: group["{key}"] = {value!r}'
     return trial.judged(Cure("code", text, is_finite=True, remarks=remarks), changed)
 
 

@@ -194,21 +194,22 @@ class Recorder:
         self._add_losses(found)
 
     def _weigh(self, root: Tensor, factor: Tensor | None) -> None:
-        """Count scaled losses as their backward passes multiply them, which add up."""
+        """Count scaled losses as their passes multiply them, which add up: several as the last."""
         found = dict(_scalings(root, self._places))
-        if len(found) != 1 or root.numel() != 1:
+        if not found or root.numel() != 1:
             return
-        ((place, scaling),) = found.items()
+        place, scaling = found.popitem()
         is_alone = scaling is root.grad_fn and [*self._places.values()].count(place) == 1
         if is_alone and factor is None:
             return
         if (scale := autograd.saved_by(scaling).get("other")) is None:
             return
-        weighed = root.detach() / scale * (1 if factor is None else factor.detach())
-        weighed = _scalar(weighed) + (self._scaled[place] if place in self._weighed else 0)
-        self._add_losses([weighed - self._scaled[place]])
-        self._scaled[place] = weighed
-        self._weighed.add(place)
+        weighed = _scalar(root.detach() / scale * (1 if factor is None else factor.detach()))
+        for n, loss in (*((n, weighed.new_zeros(())) for n in found), (place, weighed)):
+            total = loss + (self._scaled[n] if n in self._weighed else 0)
+            self._add_losses([total - self._scaled[n]])
+            self._scaled[n] = total
+            self._weighed.add(n)
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:

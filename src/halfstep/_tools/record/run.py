@@ -284,6 +284,7 @@ class Seen:
     has_bad_gradients: bool = False  # whether a taken step had a measured norm of inf or NaN
     first_scale: float = 0.0  # of the first step
     scale: float | None = None  # after the last step; None without a scaler
+    is_last_taken: bool = True  # whether the last step with a scaler was taken
     num_written: int = 0  # steps that the record has
     problem: str | None = None  # why the record could not be written; None if it could
 
@@ -298,7 +299,7 @@ class Seen:
                 self.bad_taken.add(event["step"])
         if event["scale_after"] is not None:
             self.first_scale = self.first_scale or event["scale"]
-            self.scale = event["scale_after"]
+            self.scale, self.is_last_taken = event["scale_after"], event["taken"]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from halfstep._tools.watch.skips import ENDLESS, MANY
 
 _DEFAULT_SCALE = 2.0**16
 _AVERAGE = "average the loss where it is a sum, as over pixels, or divide it by a constant;"
+_RETURNS = "brings it back once a larger one is usable"
 MANIFOLD = 10.0  # the factor from which on a loss has risen, whatever the training
 
 
@@ -194,10 +195,11 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             " Check the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
             "where(), values too large for float16, and NaN in the parameters."
         )
+        at = f" at the smallest scale too ({power(scale.stuck_at)})" if is_scaled(summary) else ""
         yield say(
             "bad",
-            f"The gradients were inf or NaN at the smallest scale too ({power(scale.stuck_at)}), "
-            f"while the loss was finite ({at_steps(scale.stuck)}).",
+            f"The gradients were inf or NaN{at}, while the loss was finite "
+            f"({at_steps(scale.stuck)}).",
             cure=() if summary.bad_places else (cure,),
             evidence="skips",
             follows=summary.follows_from(scale.stuck[0]),
@@ -408,7 +410,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
                 f" What helps: {_AVERAGE} check where the skips began, keep that module in "
                 "float32, or",
                 *in_bf16(summary),
-                *_guarded(summary.facts, "brings it back once a larger one is usable"),
+                *(() if summary.steps.skipped_at_end else _guarded(summary.facts, _RETURNS)),
             ),
             evidence="steps",
             follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,
@@ -527,7 +529,9 @@ def _cure_of_place(cure: Cure | None, later: Sequence[BadPlace]) -> Iterator[str
         yield f" What to do: {cure.text.replace(chr(10), '; ').replace(':; ', ': ')}"
     else:
         yield _REPLAYED[cure.is_finite]
-        for number, text in enumerate(map(str.strip, cure.text.splitlines())):
+        is_one = "(\n" in cure.text and "#" not in cure.text and _is_code(cure.text)
+        lines = [ast.unparse(ast.parse(cure.text))] if is_one else cure.text.splitlines()
+        for number, text in enumerate(map(str.strip, lines)):
             is_code = _is_code(text)
             yield "" if not number else " " if is_code else "; "
             yield Code(text) if is_code else text

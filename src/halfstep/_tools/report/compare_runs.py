@@ -87,12 +87,14 @@ _NUMBERS = (
 def compare_runs(*runs: Summary) -> RunComparison:
     """Compare two or more runs; the first is the one of interest."""
     names, why_not = _names(runs), tuple(_why_not(runs))
+    facts = [_facts(run) for run in runs]
+    versions = ((name, tuple(each[name] for each in facts)) for name in facts[0])
     return RunComparison(
         runs=runs,
         names=names,
         verdict=_verdict(runs, names, why_not),
         entries=tuple(_entries(runs)),
-        versions=tuple(_versions(runs)),
+        versions=tuple(each for each in versions if len(set(each[1])) > 1),
     )
 
 
@@ -220,14 +222,6 @@ def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
 
 
 # --- versions -------------------------------------------------------------------------------------
-
-
-def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    facts = [_facts(run) for run in runs]
-    for name in facts[0]:
-        texts = tuple(fact[name] for fact in facts)
-        if len(set(texts)) > 1:
-            yield name, texts
 
 
 def _facts(summary: Summary) -> dict[str, str]:

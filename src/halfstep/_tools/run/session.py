@@ -507,7 +507,9 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
         began = f"the scale began at {power(seen.first_scale)} and ended at {power(seen.scale)}"
-        does = _prevents(guard, "brings it back once gradients are finite at a larger one")
+        # Gradients that are finite at no scale, as of the last steps, bring none back.
+        returns = guard if seen.is_last_taken else ""
+        does = _prevents(returns, "brings it back once gradients are finite at a larger one")
         yield f"{began}{does}"
 
 

@@ -61,6 +61,7 @@ MOST_CHECKED = 256  # the largest number of values that are checked when a loop 
 MOST_COPIED = 2**28
 """The largest size in bytes of all tensors that are copied in a step before the loop overwrites
 them, and of those that are held since it wrote their values to others."""
+OF_LISTS = "_foreach_"  # functions of a clip: to keep the gradients that it changes costs memory
 _GAP = "something computed a tensor in it that cannot be called again"
 _GAP_OF_COMPILED = (
     "a function that is compiled computed a tensor in it, which cannot be called again; "
@@ -191,7 +192,9 @@ class CallLog:
     ) -> LoggedCall | None:
         """Return a call with placeholders for its tensors, or None if it cannot be kept."""
         with unseen():
-            kept = self._placed(function, args, kwargs)
+            is_of_lists = name_of(function).startswith(OF_LISTS)
+            kept = self._placed(function, *(((), {}) if is_of_lists else (args, kwargs)))
+            kept.call.gap = _GAP if is_of_lists else kept.call.gap
             if isinstance(function, nn.Module):
                 self._note_module(kept.call, function)
             elif is_drawing:
@@ -508,11 +511,15 @@ class CallLog:
         return (reference and reference()) or model
 
     def full_name(self, module: str, model: nn.Module | None) -> str:
-        """Return a name with the class of its model, if others that were called have it too."""
-        wholes = filter(None, (reference() for reference in self._wholes.values()))
-        names = {type(w): {without_wrappers(n) for n, _ in w.named_modules()} for w in wholes}
-        is_shared = bool(module) and sum(module in each for each in names.values()) > 1
-        return f"{type(model).__name__}.{module}" if is_shared else module
+        """Return a name with its model, if others have it: ``Actor.fc``, ``Critic[0].fc``."""
+        wholes = dict.fromkeys(whole for each in self._wholes.values() if (whole := each()))
+        names = {w: {without_wrappers(name) for name, _ in w.named_modules()} for w in wholes}
+        owners = [whole for whole in wholes if module in names[whole]]
+        if not module or len(owners) < 2:
+            return module
+        alike = [whole for whole in owners if type(whole) is type(model)]
+        number = f"[{alike.index(model)}]" if len(alike) > 1 and model in alike else ""
+        return f"{type(model).__name__}{number}.{module}"
 
     def name_in_models(self, tensor: Tensor) -> str:
         """Return the name of a tensor of any model that the loop has called, or an empty text."""

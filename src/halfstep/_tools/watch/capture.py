@@ -32,10 +32,10 @@ from halfstep._tools.replay.kept_calls import (
 )
 from halfstep._tools.user_code import is_called_by_a_scaler
 from halfstep._tools.watch.bad_steps import are_finite
-from halfstep._tools.watch.call_log import CallLog, LoggedCall, unseen
+from halfstep._tools.watch.call_log import OF_LISTS, CallLog, LoggedCall, unseen
 
 MOST_READ = 1024  # the largest number of entries of a tensor that is checked when the loop reads it
-_LEFT_OUT = ("_foreach_", "_fused_", "_amp_", "_record_function_")
+_LEFT_OUT = ("_fused_", "_amp_", "_record_function_")
 """Prefixes of functions that optimizers, scalers and profilers call."""
 _READS = {"item", "tolist", "numpy", "__float__", "__bool__", "__array__"}
 """Functions that convert a tensor to Python or NumPy values."""
@@ -77,6 +77,8 @@ def kind_of(name: str) -> Kind:
         return "left out"
     if name in _READS:
         return "reads"
+    if name.startswith(OF_LISTS) and name.endswith("_"):
+        return "left out"
     if name.endswith("_") and not name.endswith("__"):
         return "writes"
     return "other"

@@ -25,6 +25,7 @@ from halfstep._tools.diagnose.several_steps import NOT_LARGE, Standardise, Usual
 from halfstep._tools.line import Line, line_text
 from halfstep._tools.replay.kept_calls import KeptCall
 from halfstep._tools.source import Source
+from halfstep._tools.user_code import variable_of
 from halfstep._tools.watch.bad_steps import largest
 from halfstep._tools.watch.carried import Carried
 from halfstep._tools.watch.inputs import standardise
@@ -296,10 +297,8 @@ class Growth:
             if optimizer in self._adding and optimizer not in self._cleared:
                 steps = ", ".join(str(each.step) for each in measured)
                 event += f"; its gradients were not zeroed after each of the checked steps {steps}"
-                text = (
-                    f"optimizer.zero_grad()  # after each step of {name}, whose gradients add up "
-                    "over several steps"
-                )
+                of = f"after each step of {name}, whose gradients add up over several steps"
+                text = f"{variable_of(optimizer)}.zero_grad()  # {of}"
             if not text and rate > begun:
                 text = of_raised_rate(optimizer, begun, files)
             elif not text:

@@ -27,7 +27,14 @@ from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.replay.kept_calls import Made
 from halfstep._tools.source import Source
-from halfstep._tools.user_code import is_users, model_of, tree_of, user_line, user_place
+from halfstep._tools.user_code import (
+    is_users,
+    model_of,
+    tree_of,
+    user_line,
+    user_place,
+    variable_of,
+)
 from halfstep._tools.watch.bad_steps import have_finite_values
 from halfstep._tools.watch.schedules import (
     lines_that_set,
@@ -56,7 +63,7 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
             schedules = schedules_of(optimizer) if name == "lr" else []
             why = f"{name} of {of} is {value}, and so is every weight after this step"
             names = {name, *(type(each).__name__ for each in schedules)}
-            text = f"{why}: check what sets it: optimizer.param_groups[0][{name!r}]"
+            text = f"{why}: check what sets it: {variable_of(optimizer)}.param_groups[0][{name!r}]"
             lines = lines_that_set(names, [line.file] if line else [])
             cure = of_function(schedules, why) or of_lines(name, why)
             cure = cure or Cure("data", "\n".join([text, *lines]))
@@ -96,7 +103,8 @@ def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis |
         f"the gradients of this step of {of} are still multiplied by the scale "
         f"({power(scaler.get_scale())}){where}"
     )
-    text = "scaler.step(optimizer)  # in place of optimizer.step(); then scaler.update()"
+    own, by = variable_of(optimizer), variable_of(scaler, "scaler")
+    text = f"{by}.step({own})  # in place of {own}.step(); then {by}.update()"
     return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
 
 
