@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from halfstep._tools.doctor import iteration
@@ -22,8 +22,6 @@ _RELEVANT = re.compile(rf"zero_grad|update|clip|clamp_|div_|mul_|{_OPAQUE.patter
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
-_NO_SAVE = re.compile(r"load|resume|restart|restore|recover|print|isinstance", re.I)
-"""A pattern for functions that take a scaler without saving it."""
 
 
 def findings(program: Program) -> Iterator[Finding]:
@@ -42,7 +40,6 @@ def findings(program: Program) -> Iterator[Finding]:
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _never_stepped(program, root)
-    yield from _never_saved(program)
     yield from _closures(program)
 
 
@@ -82,43 +79,6 @@ def _never_stepped(program: Program, root: Root) -> Iterator[Finding]:
                 where = f"where the loss is scaled, as in line {step.line}"
                 scaler = dotted(step.owner)
                 yield finding("step-missing", site.line, scaler=scaler, optimizer=name, where=where)
-
-
-def _never_saved(program: Program) -> Iterator[Finding]:
-    """Yield findings about scalers that the file creates, but does not save with the optimizer."""
-    states = (site for site in program.sites if site.method == "state_dict")
-    saved = [s for s in states if program.meaning.is_optimizer(s.owner, s.scope)]
-    for name, scaler in program.scalers.items() if saved else ():
-        is_on = bool(scaler.line) and scaler.enabled is not False
-        if is_on and not _is_handed_on(program, name):
-            yield finding(
-                "scaler-not-saved", saved[0].line, scaler=name, optimizer=dotted(saved[0].owner)
-            )
-
-
-def _is_handed_on(program: Program, name: str) -> bool:
-    """Return whether the state of a scaler is used, or the scaler is passed on to other code.
-
-    Functions whose names match ``_NO_SAVE`` do not count.
-    """
-    last, calls = name.rpartition(".")[2], program.meaning.names.calls
-    for node in ast.walk(program.tree):
-        parts: Iterable[ast.AST | None] = ()
-        match node:
-            case ast.Attribute(value=owner, attr="state_dict"):
-                parts = [owner]
-            case ast.Call(func=called) if node not in calls and not _NO_SAVE.search(
-                ast.unparse(called)
-            ):
-                parts = arguments(node)
-            case ast.Return(value=value) | ast.Assign(value=value):
-                parts = [value]
-            case ast.Dict() | ast.Tuple(ctx=ast.Load()) | ast.List(ctx=ast.Load()):
-                parts = ast.iter_child_nodes(node)
-        names = (dotted(part) for part in parts if isinstance(part, ast.expr))
-        if any(each.rpartition(".")[2] == last for each in names):
-            return True
-    return False
 
 
 def _closures(program: Program) -> Iterator[Finding]:
