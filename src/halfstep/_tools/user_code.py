@@ -221,12 +221,23 @@ def _self_of(frame: FrameType) -> Any:
 
 def torch_modules() -> list[str]:
     """Return the class names of the modules on the stack up to the user's code, innermost first."""
+    return [type(owner).__name__ for owner in _owners()]
+
+
+def path_in_module() -> str:
+    """Return the name of the innermost of these modules in the outermost one."""
+    owners = _owners()
+    names = owners[-1].named_modules() if owners else ()
+    return next((name for name, each in names if each is owners[0]), "")
+
+
+def _owners() -> list[nn.Module]:
     owners: list[nn.Module] = []
     for frame in takewhile(_is_below_user, autograd.frames()):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and all(owner is not each for each in owners):
             owners.append(owner)
-    return [type(owner).__name__ for owner in owners]
+    return owners
 
 
 def is_given_to_module(value: Any) -> bool:

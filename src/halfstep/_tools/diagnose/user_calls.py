@@ -35,6 +35,7 @@ from halfstep._tools.user_code import (
     is_given_to_module,
     may_be_rows,
     names_here,
+    path_in_module,
     torch_modules,
     user_place,
     user_spot,
@@ -54,6 +55,7 @@ class UserCall(NamedTuple):
     place: Place
     function: str
     ops: range
+    path: str = ""  # in the PyTorch module that the user called
 
     def is_at(self, other: UserCall) -> bool:
         """Return whether both are the same instruction and function."""
@@ -132,7 +134,7 @@ class UserCalls(TorchFunctionMode):
     def _note(self, name: str, ops: range) -> None:
         place = user_place()
         if place is not None and not is_called_by_a_scaler():
-            self._calls.append(UserCall(place, name, ops))
+            self._calls.append(UserCall(place, name, ops, path_in_module()))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -155,8 +157,14 @@ class UserCalls(TorchFunctionMode):
 
     def _edited(self, running: _Running) -> Any:
         place, name = user_place(), running.name
-        call = None if place is None else UserCall(place, name, range(0))
-        here = [n for n, (where, _) in enumerate(self._edits) if call and where.is_at(call)]
+        if place is None:
+            return running.function(*running.args, **running.kwargs)
+        call, path = UserCall(place, name, range(0)), path_in_module()
+        here = [
+            n
+            for n, (where, edit) in enumerate(self._edits)
+            if where.is_at(call) and (edit.slots != (CALL,) or where.path == path)
+        ]
         if not here:
             return running.function(*running.args, **running.kwargs)
         self.reached.update(here)
