@@ -850,6 +850,43 @@ def test_an_optimizer_around_another_switches_the_scaling_off() -> None:
         assert torch.allclose(p, q, atol=2e-3)
 
 
+class OwnPasses(torch.optim.Optimizer):
+    """Such as GSAM: ``step`` takes no closure, and runs backward passes in it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+        self.loss_of: Callable[[], Tensor]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.zero_grad()
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = self.loss_of()
+            loss.backward()
+        self.inner.step()
+
+
+@pytest.mark.parametrize("calls", [set(), {1}])
+def test_an_optimizer_with_backward_passes_of_its_own_is_not_scaled(calls: set[int]) -> None:
+    def script() -> nn.Module:
+        model = seeded(lambda: Explosive(calls) if calls else Net())
+        optimizer = OwnPasses(model.parameters(), lr=0.1)
+        for x, y in labelled(3):
+            optimizer.loss_of = lambda x=x, y=y: F.cross_entropy(model(x), y)  # type: ignore[misc]
+            optimizer.step()
+        return model
+
+    said: list[str] = []
+    with mixed_precision(torch.float16, said.append):
+        ours = script()
+    assert [text.partition(" runs")[0] for text in said] == ["--amp fp16: OwnPasses.step()"]
+    assert all(p.isfinite().all() for p in ours.parameters())
+    for p, q in zip(ours.parameters(), script().parameters(), strict=True):
+        assert calls or torch.allclose(p, q, atol=2e-3)
+
+
 def test_an_optimizer_around_another_takes_no_step_with_inf() -> None:
     model = seeded(lambda: Explosive({1}))
     x, y = labelled(1)[0]

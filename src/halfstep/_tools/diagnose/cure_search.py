@@ -364,7 +364,7 @@ OF_PARAMETER = (
     "clamp gives {0} no gradient beyond its limit"
 )
 SHIFTED = "it is an equal formula: with another shift the losses are the same"
-_SAME = 1e-2  # the largest relative difference of two losses that are the same
+_SAME = 1e-3  # the largest relative difference of two losses that are the same
 OF_COVARIANCE = (
     "keep {names} above 0, as by F.softplus({first}) + 1e-4 in place of {first}, and so each other "
     "variance in the matrix: where one is below 0, it is not positive definite"

@@ -174,7 +174,11 @@ class ScaledSteps:
         self._meet(optimizer)
         closure, rest, others = split_closure(args, kwargs)
         if closure is None:
-            return self._take(original, optimizer, args, kwargs)
+            outer, self._backward.stepping = self._backward.stepping, optimizer
+            try:
+                return self._take(original, optimizer, args, kwargs)
+            finally:
+                self._backward.stepping = outer
         if evaluates_first(optimizer):
             # The optimizer would do the same. Gradients accumulated before are kept.
             with torch.enable_grad():

@@ -89,6 +89,9 @@ class Backward:
     _script: ScriptState
     _retained: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
     running: ScaledPass | None = field(default=None, init=False)
+    stepping: torch.optim.Optimizer | None = field(
+        default=None, init=False
+    )  # one without a closure
 
     def install(self, patches: Patches) -> None:
         """Wrap ``backward``, ``grad``, and ``retain_grad``, which non-leaf gradients depend on."""
@@ -134,6 +137,13 @@ class Backward:
             if self.running is not None:
                 self.running.include(_reached(roots, inputs))
             run(tensors)
+        elif self.stepping is not None:
+            self._script.switch_off(
+                f"{type(self.stepping).__name__}.step() runs backward passes of its own, as GSAM "
+                "does, which a GradScaler cannot skip (--amp bf16 needs none)"
+            )
+            run(roots)
+            _zero_if_bad(_reached(roots, inputs))
         elif create_graph or not all(map(_can_be_scaled, roots)):
             # Passes with create_graph, or with roots that cannot be scaled, stay unscaled. Their
             # gradients may underflow, but need no unscaling.
@@ -162,10 +172,7 @@ class Backward:
             )
         else:
             self._script.note_by_hand()
-        gradients = collect(leaves)
-        if combine(gradients.check().values(), CPU):
-            for grad in gradients.grads:
-                grad.zero_()
+        if _zero_if_bad(leaves):
             self._script.say_once(
                 "gradients that no optimizer has were inf or NaN in float16, and were set to zero"
             )
@@ -218,6 +225,14 @@ def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
         return autograd.leaves_of(roots)
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     return [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.is_leaf]
+
+
+def _zero_if_bad(leaves: Iterable[Tensor]) -> bool:
+    gradients = collect(leaves)
+    is_bad = combine(gradients.check().values(), CPU)
+    for grad in gradients.grads if is_bad else ():
+        grad.zero_()
+    return bool(is_bad)
 
 
 def _can_be_scaled(root: object) -> bool:
