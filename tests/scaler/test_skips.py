@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import fused_or_not
+from tests.training import fused_or_not, one_parameter
 
 import halfstep
 from halfstep._scaler import GradScaler
@@ -138,6 +138,17 @@ def test_the_message_counts_updates() -> None:
     assert str(report).startswith("updates 3 to 6 were skipped (SGD); reason: loss; ")
 
 
+def test_a_script_that_leaves_steps_out_is_told_to_clear_gradients() -> None:
+    reports: list[SkipReport] = []
+    scaler = GradScaler(max_consecutive_skips=2, on_skips=reports.append)
+    param, optimizer = one_parameter(torch.ones(1))
+    for _ in range(2):
+        scaler.scale(param * math.inf).backward()
+        scaler.unscale_(optimizer)
+        scaler.update()
+    assert "What to try: call optimizer.zero_grad() where the script" in str(reports[0])
+
+
 def test_a_run_that_is_diagnosed_is_given_no_guess() -> None:
     reports: list[SkipReport] = []
     training = Training(max_consecutive_skips=2, on_skips=reports.append)
@@ -146,7 +157,7 @@ def test_a_run_that_is_diagnosed_is_given_no_guess() -> None:
             training.step("bad loss")
     text = str(reports[0])
     assert text.startswith("updates 1 to 2 were skipped (SGD); the scale is now 2^")
-    assert text.endswith("see the diagnoses of this run, which replays steps that go bad.")
+    assert text.endswith("see the diagnoses of this run, if any: it replays steps that go bad.")
 
 
 @fused_or_not

@@ -117,6 +117,22 @@ def test_an_optimizer_that_accumulates_over_the_updates_of_another(kind: dict[st
     assert (moved(a), moved(b)) == (3.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("value", "cure"),
+    [(math.inf, "before the script continues without a step"), (1.0, "after it")],
+)
+def test_gradients_that_the_only_optimizer_has_left(value: float, cure: str) -> None:
+    scaler, (param, optimizer) = growing(), one_parameter(torch.zeros(3))
+    take_step(scaler, optimizer, param.sum())
+    optimizer.zero_grad()
+    scaler.scale(value * param.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    backward(scaler, param)
+    with pytest.raises(CallOrderError, match=rf"zero_grad\(\) {cure}$"):
+        scaler.unscale_(optimizer)
+
+
 @kinds
 @on_host_and_device
 def test_one_scaler_for_each_cadence(kind: dict[str, Any]) -> None:

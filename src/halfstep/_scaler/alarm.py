@@ -59,7 +59,11 @@ UNSCALED = (
     "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
 )
 """Advice where no loss is scaled."""
-DIAGNOSED = "see the diagnoses of this run, which replays steps that go bad"
+DIAGNOSED = "see the diagnoses of this run, if any: it replays steps that go bad"
+LEFT = (
+    "call optimizer.zero_grad() where the script continues without a step, or inf and NaN stay in "
+    "the gradients, and later ones are added to them. If it does: "
+)
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,13 @@ class SkipReport:
     @property
     def cure(self) -> str:
         """What to try."""
+        left = LEFT if self.scale is not None and not self.optimizers else ""
         if self.is_diagnosing:
-            return DIAGNOSED
+            return left + DIAGNOSED
         if self.scale is None:
             return UNSCALED
-        return BELOW_1 if self.reason is Reason.OVERFLOW and self.scale < 1 else CURES[self.reason]
+        is_low = self.reason is Reason.OVERFLOW and self.scale < 1
+        return left + (BELOW_1 if is_low else CURES[self.reason])
 
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1

@@ -24,7 +24,7 @@ from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.autograd import after_backward
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler.iteration import Iteration, Step
+from halfstep._scaler.iteration import Check, Iteration, Step
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import has_its_gradients
@@ -39,7 +39,9 @@ class Unused:
     grad: Seen
     scale: Scalar  # what multiplied it when the scale moved; 1 if it was unscaled
     newest: Scalar  # the scale of what backward() has added to it last; at first `scale`
-    is_mixed: bool | Tensor = False  # whether that was another one
+    check: Check | None  # what unscaled it
+    is_alone: bool  # whether no other optimizer has stepped
+    is_mixed: bool | Tensor = False  # whether newest was another one
     hook: RemovableHandle | None = None  # detects what backward() adds
 
     def is_wrong(self, param: Tensor) -> bool | Tensor:
@@ -57,13 +59,21 @@ class Unused:
         else:
             what, cause = f"were accumulated at scale {then:g}", "the scale moved before their step"
         more = f"others at {newest:g}" if newest != then else f"the scale is {now:g} now"
-        return (
-            f"gradients of {self.optimizer} {what}, and {more}.\n"
-            f"Cause: {cause}. For example, the optimizer steps in every k-th iteration of another "
-            "one that has the same GradScaler.\n"
-            "Cure: use one GradScaler for each cadence: the discriminator that steps in every k-th "
+        example = (
+            ". For example, the optimizer steps in every k-th iteration of another one that has "
+            "the same GradScaler"
+        )
+        cure = (
+            "use one GradScaler for each cadence: the discriminator that steps in every k-th "
             "iteration gets a GradScaler of its own. Otherwise call zero_grad() after each update()"
         )
+        if self.is_alone:
+            example, cure = "", "call update() only after step(), or zero_grad() after it"
+            if self.check is not None and self.check.on_host(is_here=True):
+                example = ": they had inf or NaN, and later ones were added to them"
+                cure = "call zero_grad() before the script continues without a step"
+        what = f"gradients of {self.optimizer} {what}, and {more}"
+        return f"{what}.\nCause: {cause}{example}.\nCure: {cure}"
 
 
 class UnusedGradients:
@@ -103,8 +113,9 @@ class UnusedGradients:
                     scale = self._loss_scale.known()
                 multiplier = scale if entry is None else 1.0
                 as_seen = seen(param.grad)
+                check = None if entry is None else entry.check
                 arguments = name(optimizer), self._loss_scale, as_seen, multiplier, multiplier
-                found.append((param, Unused(*arguments)))
+                found.append((param, Unused(*arguments, check, len(plans) == 1)))
         return found
 
     def after_change(self, found: list[tuple[Tensor, Unused]]) -> None:

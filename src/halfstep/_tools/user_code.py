@@ -298,7 +298,8 @@ def _repeated_arguments() -> Iterator[tuple[str, Any, Place]]:
         return
     first, last, start, end = span_of(place.code, place.instruction)
     lines = linecache.getlines(place.code.co_filename)[(first or 1) - 1 : last]
-    with suppress(SyntaxError, TypeError, IndexError):  # of a file that has changed
+    # Of a file that has changed, or numbers that are not known.
+    with suppress(SyntaxError, TypeError, IndexError, ValueError):
         lines[-1] = lines[-1].encode()[:end].decode()
         lines[0] = lines[0].encode()[start:].decode()
         args, kwargs = [*again.f_locals["args"]], again.f_locals["kwargs"]
@@ -309,11 +310,21 @@ def _repeated_arguments() -> Iterator[tuple[str, Any, Place]]:
                 of_names = [(each.value, kwargs.get(each.arg)) for each in named]
                 pairs = [*zip(given, args, strict=False), *of_names]
             case ast.BinOp(left, _, right):
-                pairs = [*zip((left, right), args, strict=False)]
+                around = [names for code, _, names in _known_names() if code is place.code]
+                known = {name: value for names in around for name, value in names.items()}
+                given = [node for node in (left, right) if not _is_number(node, known)]
+                # PyTorch is given the tensor first, also of `2 * x`.
+                args = [value for value in args if isinstance(value, Tensor)]
+                pairs = [*zip(given, args, strict=True)]
             case _:
                 pairs = []
         for node, value in pairs:
             yield ast.unparse(node), value, place
+
+
+def _is_number(node: ast.expr, names: dict[str, Any]) -> bool:
+    value = node.value if isinstance(node, ast.Constant) else _value_of(node, names)
+    return isinstance(value, int | float)
 
 
 def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:

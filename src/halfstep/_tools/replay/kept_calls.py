@@ -234,11 +234,13 @@ def may_learn_from(call: KeptCall) -> bool:
 def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
     """Return the parameters and buffers of the called modules and the tensors given to calls.
 
-    There may be duplicates.
+    Of those that calls made, weights are returned, as in the first step. There may be duplicates.
     """
     found: list[Tensor] = []
     for call in calls:
         found += [given.tensor for given in call.given]
+        made = (reference() for reference, _ in call.results)
+        found += [each for each in made if each is not None and each.is_leaf and each.requires_grad]
         if isinstance(call.function, nn.Module):
             found += [*call.function.parameters(), *(buffer for _, _, buffer, *_ in call.buffers)]
     return found

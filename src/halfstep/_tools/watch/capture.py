@@ -228,19 +228,13 @@ class Capture(TopLevelCalls):
         return result
 
     def _around_scale(
-        self,
-        original: Callable[..., Any],
-        scaler: GradScaler,
-        /,
-        outputs: Any,
-        *args: Any,
-        **kw: Any,
+        self, original: Callable[..., Any], scaler: GradScaler, /, outputs: Any
     ) -> Any:
         if torch.compiler.is_compiling() or self.is_left_out():
-            return original(scaler, outputs, *args, **kw)
+            return original(scaler, outputs)
         kept = self.log.call(scale, (outputs,), {})
         with self.inside():
-            return self._done(kept, partial(original, scaler), (outputs, *args), kw)
+            return self._done(kept, partial(original, scaler), (outputs,), {})
 
     def _around_batch(self, original: Callable[..., Any], loader: Any) -> Any:
         with self.inside():

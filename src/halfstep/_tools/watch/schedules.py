@@ -29,6 +29,7 @@ from halfstep._tools.source import Source
 from halfstep._tools.user_code import Place, is_of_package, is_users, tree_of
 
 _NAMES = (ast.Name, ast.Attribute)
+_ARRAYS = ("arange", "linspace", "full", "array", "where")  # functions of NumPy without effects
 
 
 def schedules_of(optimizer: Optimizer) -> list[LRScheduler]:
@@ -82,6 +83,7 @@ class _Numbers(Frame):
 
     def can_call(self, node: ast.Call, function: Any) -> bool:
         is_number = isinstance(function, type) and issubclass(function, Number)
+        is_number |= getattr(function, "__module__", "") == "numpy" and function.__name__ in _ARRAYS
         return is_number or super().can_call(node, function)
 
     def _done(self, statement: ast.stmt) -> tuple[Any] | None:
@@ -180,7 +182,10 @@ def _where_it_ends(function: Any, now: int) -> str:
 
 
 def _is_bad(value: object) -> bool:
-    return isinstance(value, complex) or (isinstance(value, Real) and not math.isfinite(value))
+    """Return whether a number is not finite, or each one of an array of NumPy."""
+    values = [*getattr(value, "flat", [value])]
+    of = (isinstance(v, complex) or (isinstance(v, Real) and not math.isfinite(v)) for v in values)
+    return bool(values) and all(of)
 
 
 def _of_spot(frame: _Numbers, node: ast.expr, why: str, ends: str = "") -> Cure:
