@@ -366,8 +366,8 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     if overflowed_at is not None and overflowed_at <= 1 and steps.skipped_at_end < ENDLESS:
         yield f" {_AVERAGE}"  # which is a smaller scale, and one was small enough
     if is_possible and overflowed_at is not None and overflowed_at > 1:
-        if steps.skipped_at_end >= ENDLESS and scale and scale.min >= overflowed_at:
-            # A scale that does not move: which smaller one is finite is not known.
+        if steps.skipped_at_end >= ENDLESS and scale and scale.before_last >= overflowed_at:
+            # Which smaller one is finite is not known.
             yield " a smaller scale, or one that moves, "
             yield Code("halfstep.GradScaler()")
             yield ", or"
