@@ -9,7 +9,7 @@ from halfstep._tools.doctor.finding import CATALOG, Checkup, Finding
 
 BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
-WARNING = Finding("device-differs", "seen", "cure", file="a.py", line=1)
+WARNING = Finding("fp16-on-cpu", "seen", "cure", file="a.py", line=1)
 NOTICE = Finding("bf16-parameters", "seen", "cure", file="c.py", line=2)
 
 
@@ -63,6 +63,6 @@ def test_the_text_has_place_id_cure_code_and_docs() -> None:
 
 
 def test_what_a_terminal_would_obey_is_not_printed() -> None:
-    finding = Finding("device-differs", "a\x1b[2Jb\nc", "d\re", file="f.py", line=1)
+    finding = Finding("fp16-on-cpu", "a\x1b[2Jb\nc", "d\re", file="f.py", line=1)
     assert "\x1b" not in str(finding)
     assert len(str(finding).splitlines()) == 2

@@ -17,8 +17,6 @@ _SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
 
 _BF16 = re.compile(r"bf_?16|bfloat", re.I)
-_DEVICES = re.compile(r"cuda|cpu|gpu|device", re.I)
-_MOVING = re.compile(rf"^to$|cuda|gpu|device|parallel|rank|prepare|{_FRAMEWORKS.pattern}", re.I)
 """A pattern for names in code that moves a model to a device, or that has others do so."""
 _LOWERS_IN = re.compile(rf"cast|half(?!step)|16|precision|policy|{_FRAMEWORKS.pattern}", re.I)
 """A pattern for names in code that lowers a model in another way than autocast."""
@@ -32,7 +30,6 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _never_lowered(program)
     yield from _refused_on_cuda(program)
     yield from _scaler_with_bf16(program)
-    yield from _other_device(program)
     yield from _ignored(program)
     for built in (*program.built, *program.trainers):
         yield from _lowered(program, built)
@@ -169,29 +166,6 @@ def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
     return is_theirs or is_elsewhere or bool(scaler.switch and scaler.switch in switches)
 
 
-def _other_device(program: Program) -> Iterator[Finding]:
-    """Yield findings about autocasts for a device other than that of the training."""
-    regions: dict[NameScope, dict[int, str]] = {}
-    for site in program.sites:
-        around = site.region
-        if around is not None and around.autocast is not None and site.has_grad:
-            device = "" if any(map(_DEVICES.search, site.arms)) else around.autocast.device
-            regions.setdefault(site.scope, {})[around.line] = device
-    is_training = any(map(program.is_backward, program.sites))
-    for lines in regions.values() if is_training else ():
-        types = set(lines.values())
-        lowered = types.pop()
-        seen = "" if types or not lowered else _elsewhere(program, lowered)
-        for line in lines if seen else ():
-            yield finding(
-                "device-differs",
-                line,
-                what=f"autocast lowers what runs on {lowered}, and {seen}",
-                cure="give autocast the device type of the model",
-                code=f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
-            )
-
-
 _ON_CPU = {
     "TrainingArguments": ("fp16", True, "use_cpu", "bf16=True"),
     "Accelerator": ("mixed_precision", "fp16", "cpu", 'mixed_precision="bf16"'),
@@ -208,54 +182,16 @@ def _ignored(program: Program) -> Iterator[Finding]:
             known = [each and program.meaning.constant(each, site.scope) for each in given]
             if name.endswith(end) and known == [value, True]:
                 what = f"`{name}({option}={value!r}, {cpu}=True)`: accelerate ignores it on a CPU"
-                cure = "take bfloat16, which it uses there"
-                yield finding("device-differs", site.line, what=what, cure=cure, code=code)
-
-
-def _elsewhere(program: Program, lowered: str) -> str:
-    """Return the evidence that training is not on the device ``lowered``, empty if none."""
-    tests = [test for site in program.sites if site.method in _MOVES for test in site.arms]
-    if any(_DEVICES.search(test) and "is_available" not in test for test in tests):
-        return ""  # an option of the script decides, as in `if args.cuda:`
-    moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
-    devices = set().union(*moves)
-    if moves and all(moves):
-        # `autocast("cuda")` disables itself if there is no GPU.
-        is_chosen = any(len(each) > 1 for each in moves) and "is_available" not in program.words
-        is_open = lowered == "cuda" or is_chosen
-        is_right = lowered in devices and (is_open or len(devices) == 1)
-        others = " or ".join(sorted(devices - {lowered}))
-        return "" if is_right else f"the model is moved to {others}"
-    if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
-        return "tensors are moved to cuda"
-    names_no_device = not any(map(_MOVING.search, {*program.words, *program.imported}))
-    made = (program.meaning.makes_optimizer(site.call, site.scope) for site in program.sites)
-    if lowered == "cuda" and not moves and names_no_device and any(made):
-        return "the model stays on cpu"
-    return ""
-
-
-def _moved_to(program: Program, site: Site) -> set[str] | None:
-    """Return the devices that a call may move a model to, empty if unknown; else None."""
-    target = site.target or site.owner
-    if isinstance(site.statement, ast.Assign):  # also of several targets
-        target = site.statement.targets[0]
-    if site.method not in ("to", "cuda") or not program.is_model(target):
-        return None
-    if site.method == "cuda":
-        return {"cuda"}
-    if not site.call.args or program.meaning.dtype(site.call.args[0], site.scope):
-        return None
-    return program.meaning.devices(site.call.args[0], site.scope)
+                yield finding("fp16-on-cpu", site.line, what=what, code=code)
 
 
 # --- lowered parameters ---------------------------------------------------------------------------
 
 
-_MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
 _RESTORES = ("float", "double")
 _IDS = {"float16": "half-parameters", "bfloat16": "bf16-parameters"}
+_MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 
 

@@ -119,23 +119,6 @@ class Meaning:
         found = getattr(torch, self._qualified_as_written(node).removeprefix("torch."), None)
         return dtype_name(found) if isinstance(found, torch.dtype) else ""
 
-    def devices(self, node: ast.expr, scope: NameScope) -> set[str]:
-        """Return the device types that an expression may stand for, empty if one is unknown."""
-        found: set[str] = set()
-        for candidate in self.candidates(node, scope):
-            match candidate:
-                case ast.Constant(value=str(name)), _:
-                    found.add(name.partition(":")[0])
-                case ast.JoinedStr(values=[ast.Constant(value=str(name)), *_]), _:
-                    found.add(name.partition(":")[0])
-                case ast.Call(args=[inner, *_]) as call, within if dotted(call.func).endswith(
-                    "device"
-                ):
-                    found |= self.devices(inner, within) or {""}
-                case _:
-                    found.add("")
-        return set() if "" in found else found
-
     def constant(self, node: ast.expr, scope: NameScope) -> Any:
         """Return the value of a literal; None if uncertain."""
         first, *others = [
