@@ -187,6 +187,16 @@ def test_the_loss_of_an_accumulated_step_is_the_sum(tmp_path: Path) -> None:
     assert [step.loss for step in read_run(tmp_path).steps] == pytest.approx(losses)
 
 
+def test_the_course_of_the_loss_is_of_steps_with_as_many_micro_batches(tmp_path: Path) -> None:
+    model, scaler = net_and_scaler()
+    with halfstep.record(tmp_path):
+        for num, micro_batches in ((1, 1), (4, 3)):
+            losses = train(model, num, scaler=scaler, micro_batches=micro_batches)
+    course = summarize(read_run(tmp_path)).loss
+    assert course is not None
+    assert course.first == pytest.approx(losses[0])
+
+
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_path: Path) -> None:
     model, scaler = net_and_scaler(schedule=halfstep.Static())

@@ -33,6 +33,7 @@ class PendingStep:
     updates: Tensor | None  # entries with a gradient, in sampled steps
     lost_updates: Tensor | None  # of these, that the step did not change
     is_by_hand: bool = False  # by optimizer.step(), which takes what a scaler would skip
+    num_losses: int = 1  # whose sum the loss is
 
     @property
     def scalars(self) -> tuple[Tensor | None, ...]:
@@ -69,6 +70,7 @@ class PendingStep:
             "norm": None if self.norm is None else norm,
             "loss": None if self.loss is None else loss,
             "share_lost_updates": lost / updates if updates > 0 else None,
+            "num_losses": self.num_losses,
             "updates": round(updates) if updates > 0 else None,
         }
         if self.outcome is not None and of_outcome is not None:

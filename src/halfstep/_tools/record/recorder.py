@@ -138,7 +138,7 @@ class Recorder:
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_old = False
         self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration
-        self._num_scaled = self._num_backward = self._num_waits = 0
+        self._num_scaled = self._num_losses = self._num_backward = self._num_waits = 0
         self._dropped: list[int] = []  # the steps before which gradients were dropped
         self._stepped: set[int] = set()
         self._by_hand: set[int] = set()  # that stepped unscaled gradients past their scaler
@@ -365,17 +365,13 @@ class Recorder:
 
     def _add_losses(self, outputs: Any) -> Tensor | None:
         """Add losses to that of the iteration, and return their sum; None if there are none."""
-        found = [
-            _scalar(tensor.detach())
-            for tensor in outputs
-            if tensor.numel() == 1
-            and not tensor.is_complex()
-            and not modes.is_inside_functorch(tensor)
-        ]
+        numbers = (each for each in outputs if each.numel() == 1 and not each.is_complex())
+        found = [_scalar(x.detach()) for x in numbers if not modes.is_inside_functorch(x)]
         if not found:
             return None
         # The losses of micro-batches add up; a closure's evaluation replaces the last one.
         is_new = self._loss is None or self._is_old or optim.optimizer_step_depth() > 0
+        self._num_losses = 1 if is_new else self._num_losses + 1
         new = _sum(found)
         self._loss = new if is_new or self._loss is None else _sum([self._loss, new])
         self._is_old = False
@@ -423,7 +419,8 @@ class Recorder:
         number = self._number_of(optimizer)
         updates, lost = self._updates.counts(optimizer)
         numbers = self._time(), name, number, outcome, loss, norm, updates, lost
-        self._waiting.add(PendingStep(self.num_steps, *numbers, id(optimizer) in self._by_hand))
+        by_hand = id(optimizer) in self._by_hand
+        self._waiting.add(PendingStep(self.num_steps, *numbers, by_hand, self._num_losses))
 
     def _end_iteration(self, scale: float) -> None:
         self._num_ended += 1

@@ -145,6 +145,7 @@ class Step(_Event, tag="step", frozen=True):
     number: Count | None = None  # of the optimizer, among those of its class, from 1
     share_lost_updates: Share | None = None  # in sampled steps; over all ranks
     updates: Count | None = None  # of this rank, of which that is the share; None in old records
+    num_losses: Count = 1  # whose sum that is, as of micro-batches
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 

@@ -107,9 +107,7 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
 
 def _steps(run: Run) -> StepCounts:
     iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
-    skipped = [
-        (iteration[0].step, not all(step.taken for step in iteration)) for iteration in iterations
-    ]
+    skipped = [(each[0].step, not all(step.taken for step in each)) for each in iterations]
     scalers = _by_scaler(iterations, run.starts)
     at_end = [step for step, _ in takewhile(lambda each: each[1], reversed(skipped))]
     others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
@@ -211,9 +209,11 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
 
 def _loss(steps: Iterable[Step]) -> Curve | None:
     seen = [(step, step.loss) for step in steps if step.loss is not None]
+    usual = Counter(step.num_losses for step, _ in seen).most_common(1)[0][0] if seen else 1
     losses: dict[int, float] = {}  # of several optimizers one that is not finite, or the last
     for step, loss in seen:
-        if math.isfinite(losses.get(step.step, 0.0)):
+        is_like = step.num_losses == usual or not math.isfinite(loss)  # to others, in micro-batches
+        if is_like and math.isfinite(losses.get(step.step, 0.0)):
             losses[step.step] = loss
     curve = _curve(losses)
     if curve is None or curve.first_non_finite is None:
