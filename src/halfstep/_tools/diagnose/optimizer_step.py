@@ -222,7 +222,6 @@ Numbers = list[tuple[dict[Any, Any], dict[Any, Any]]]
 
 
 def _states(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Return the state of each weight of an optimizer."""
     found = [each for m in members(optimizer) for each in getattr(m, "state", {}).values()]
     return [each for each in found if isinstance(each, dict)]
 

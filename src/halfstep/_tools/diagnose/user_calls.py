@@ -177,7 +177,6 @@ class UserCalls(TorchFunctionMode):
             return running.function(*running.args, **running.kwargs)
 
     def _carried_out(self, numbers: list[int], running: _Running) -> Any:
-        """Call a function with edits."""
         given, named = list(running.args), dict(running.kwargs)
         of_result: list[tuple[int, Slot]] = []
         for number in numbers:

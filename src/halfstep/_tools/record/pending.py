@@ -144,7 +144,6 @@ class PendingSteps:
         return []
 
     def _taken(self, sent: _Sent) -> list[Event]:
-        """Return the events of what has arrived."""
         self._sent = None
         parts = torch.split(sent.transfer.values, sent.sizes)
         pairs = zip(sent.steps, parts, strict=True)

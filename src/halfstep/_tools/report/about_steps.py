@@ -238,7 +238,6 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
 
 
 def _were(num: int) -> str:
-    """Return ``was`` or ``were``, depending on the number."""
     return "was" if num == 1 else "were"
 
 

@@ -152,7 +152,6 @@ def _has_failed(run: Summary) -> bool:
 
 
 def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
-    """Yield why the losses of runs cannot be compared."""
     if len({(model.name, model.num_parameters) for run in runs for model in run.models}) > max(
         len(run.models) for run in runs
     ):

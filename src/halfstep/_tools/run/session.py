@@ -565,7 +565,6 @@ def begin_in_child() -> None:
 
 
 def _read(kind: type, text: str) -> object:
-    """Return the value of an option from its text."""
     if kind is torch.dtype:
         return getattr(torch, text.removeprefix("torch."))
     return Policy.parse(text) if kind is Policy else kind(text)

@@ -362,7 +362,6 @@ def _export(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _in_place(meanings: Mapping[tuple[str, str], object]) -> Iterator[Patches]:
-    """Give names their meanings inside the block."""
     with Patches() as patches:
         for (module, name), meaning in meanings.items():
             patches.put(sys.modules[module], name, meaning)

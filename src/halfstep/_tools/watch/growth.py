@@ -408,7 +408,6 @@ def _grew(losses: list[float], limit: float) -> bool:
 
 
 def _quarters(values: list[float]) -> list[float]:
-    """Return the medians of the four quarters of values."""
     size = len(values) // 4
     return [median(values[start : start + size]) for start in range(0, 4 * size, size)]
 

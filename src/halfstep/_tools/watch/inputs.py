@@ -108,7 +108,6 @@ def _outlier(
 
 
 def _is_same(call: KeptCall, other: KeptCall) -> bool:
-    """Return whether two calls are of the same function at the same place."""
     is_here = call.at is not None and other.at is not None and call.at.is_at(other.at)
     return is_here and call.function is other.function
 
@@ -206,7 +205,6 @@ def _name(tensor: Tensor, made_by: KeptCall | None) -> str:
 
 
 def _expression(call: KeptCall) -> str:
-    """Return the code of a call, if it is short."""
     at = call.at
     node = at and tree_of(at.code.co_filename).at.get(span_of(at.code, at.instruction))
     code = ast.unparse(node) if node else ""

@@ -819,7 +819,6 @@ class Watch:
         return self._went_bad.get(name or "") in self._of_steps
 
     def _is_known(self, found: Diagnosis) -> bool:
-        """Return whether a diagnosis of the same place was reported."""
         return any(_place(found) == _place(known) for known in self.found)
 
 
