@@ -142,7 +142,7 @@ def test_a_script_that_leaves_steps_out_is_told_to_clear_gradients() -> None:
     reports: list[SkipReport] = []
     scaler = GradScaler(max_consecutive_skips=2, on_skips=reports.append)
     param, optimizer = one_parameter(torch.ones(1))
-    for _ in range(2):
+    for _ in range(6):
         scaler.scale(param * math.inf).backward()
         scaler.unscale_(optimizer)
         scaler.update()

@@ -205,11 +205,11 @@ class Recorder:
         if (scale := autograd.saved_by(scaling).get("other")) is None:
             return
         weighed = _scalar(root.detach() / scale * (1 if factor is None else factor.detach()))
-        for n, loss in (*((n, weighed.new_zeros(())) for n in found), (place, weighed)):
-            total = loss + (self._scaled[n] if n in self._weighed else 0)
-            self._add_losses([total - self._scaled[n]])
-            self._scaled[n] = total
-            self._weighed.add(n)
+        for at, loss in (*((at, weighed.new_zeros(())) for at in found), (place, weighed)):
+            total = loss + (self._scaled[at] if at in self._weighed else 0)
+            self._add_losses([total - self._scaled[at]])
+            self._scaled[at] = total
+            self._weighed.add(at)
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:

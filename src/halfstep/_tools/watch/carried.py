@@ -80,7 +80,7 @@ class Carried:
 
 def _key(tensor: Tensor, place: Place) -> tuple[CodeType, int, int]:
     """Return the place, and which parameter it is: one line may write to those of a model."""
-    return place.code, place.instruction, isinstance(tensor, nn.Parameter) and id(tensor)
+    return place.code, place.instruction, id(tensor) if isinstance(tensor, nn.Parameter) else 0
 
 
 def _is_steady(sizes: list[tuple[int, float]]) -> bool:
